@@ -1,0 +1,310 @@
+//! [`Backend`] on the CPU. A step is computed inside [`Backend::forward`]; `wait` hands out its results.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::sync::Arc;
+
+use lily_model::backend::{
+    Backend, BackendError, Batch, Limits, Output, Rows, SegmentError, SeqId, SnapshotId, StepOutput, Ticket,
+    Tokens, Want,
+};
+use lily_model::config::Config;
+use lily_model::sample::{first_non_finite, sample};
+use lily_model::weights::Weights;
+
+use crate::device::{Device, Isa, ThreadError};
+use crate::export;
+use crate::forward::{self, Step};
+use crate::state::{self, Sequence};
+use crate::tap::{Tap, no_tap};
+
+/// Settings of the backend.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Threads; `None`: one per core that the process may use.
+    pub threads: Option<usize>,
+    /// Longest sequence, tokens.
+    pub context: u32,
+    /// Sequences of full length that the state budget holds.
+    pub max_sequences: u32,
+    /// Most tokens in one step; activations take about 100 KB a token at the real model's width.
+    pub max_batch_tokens: u32,
+    /// Instructions to use.
+    pub isa: Isa,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { threads: None, context: 4096, max_sequences: 4, max_batch_tokens: 512, isa: Isa::detect() }
+    }
+}
+
+/// The model on the CPU.
+pub struct CpuBackend {
+    config: Config,
+    weights: Arc<Weights>,
+    device: Device,
+    limits: Limits,
+    sequences: HashMap<SeqId, Sequence>,
+    snapshots: HashMap<SnapshotId, Sequence>,
+    reserved: u64,
+    next_id: u64,
+    finished: VecDeque<(Ticket, StepOutput)>,
+}
+
+impl CpuBackend {
+    /// Starts the threads; weights are shared, not copied.
+    pub fn new(config: Config, weights: Arc<Weights>, options: &Options) -> Result<Self, ThreadError> {
+        let device = Device::new(options.threads, options.isa)?;
+        let limits = Limits {
+            name: device.name(),
+            vocab_size: config.vocab_size as u32,
+            context: options.context,
+            max_batch_tokens: options.max_batch_tokens,
+            max_segments: options.max_batch_tokens,
+            state_budget: u64::from(options.max_sequences) * state::bytes(&config, options.context as usize),
+        };
+        Ok(Self {
+            config,
+            weights,
+            device,
+            limits,
+            sequences: HashMap::new(),
+            snapshots: HashMap::new(),
+            reserved: 0,
+            next_id: 0,
+            finished: VecDeque::new(),
+        })
+    }
+
+    /// [`Backend::forward`] with a look at the insides. `tap` sees the step's tokens segment by segment.
+    pub fn forward_tapped(&mut self, batch: &Batch, tap: Tap<'_>) -> Result<Ticket, BackendError> {
+        let inputs = self.check(batch)?;
+        let ids: Vec<SeqId> = batch.segments.iter().map(|s| s.seq).collect();
+        // Taken out for the step, so that each can be borrowed on its own; `check` has seen them all.
+        let mut sequences: Vec<Sequence> = ids.iter().filter_map(|id| self.sequences.remove(id)).collect();
+        let output = self.step(batch, inputs, &mut sequences, tap);
+        self.sequences.extend(ids.into_iter().zip(sequences));
+        let id = self.new_id();
+        self.finished.push_back((Ticket(id), output));
+        Ok(Ticket(id))
+    }
+
+    fn new_id(&mut self) -> u64 {
+        self.next_id += 1;
+        self.next_id
+    }
+
+    fn sequence(&self, id: SeqId) -> Result<&Sequence, BackendError> {
+        self.sequences.get(&id).ok_or(BackendError::Unknown { kind: "sequence", id: id.0 })
+    }
+
+    fn snapshot_state(&self, id: SnapshotId) -> Result<&Sequence, BackendError> {
+        self.snapshots.get(&id).ok_or(BackendError::Unknown { kind: "snapshot", id: id.0 })
+    }
+
+    fn reserve(&mut self, capacity: usize) -> Result<(), BackendError> {
+        let (needed, available) = (state::bytes(&self.config, capacity), self.free_bytes());
+        if capacity > self.limits.context as usize || needed > available {
+            return Err(BackendError::OutOfMemory { capacity: capacity as u32, needed, available });
+        }
+        self.reserved += needed;
+        Ok(())
+    }
+
+    /// Checks every rule of a batch before anything changes. Returns the token ids of each segment.
+    fn check(&self, batch: &Batch) -> Result<Vec<Vec<u32>>, BackendError> {
+        let invalid = |problem: String| Err(BackendError::InvalidBatch(problem));
+        let mut seen = HashSet::new();
+        let mut inputs = Vec::with_capacity(batch.segments.len());
+        for segment in &batch.segments {
+            let (id, sequence) = (segment.seq.0, self.sequence(segment.seq)?);
+            if !seen.insert(segment.seq) {
+                return invalid(format!("sequence {id} has two segments"));
+            }
+            let ids = match (&segment.tokens, sequence.sampled) {
+                (Tokens::Ids(ids), _) => ids.clone(),
+                (Tokens::LastSampled, Some(token)) => vec![token],
+                (Tokens::LastSampled, None) => {
+                    return invalid(format!("sequence {id} has sampled nothing yet"));
+                }
+            };
+            let (len, start) = (sequence.tokens.len(), segment.start);
+            if start as usize != len {
+                return invalid(format!("sequence {id} continues at {start}, but has {len} tokens"));
+            }
+            if ids.is_empty() {
+                return invalid(format!("sequence {id} has a segment without tokens"));
+            }
+            if len + ids.len() > sequence.capacity {
+                let (end, capacity) = (len + ids.len(), sequence.capacity);
+                return invalid(format!("sequence {id} would have {end} tokens, its capacity is {capacity}"));
+            }
+            if let Some(token) = ids.iter().find(|&&t| t >= self.limits.vocab_size) {
+                let vocab = self.limits.vocab_size;
+                return invalid(format!("sequence {id} has token {token}, the vocabulary has {vocab}"));
+            }
+            inputs.push(ids);
+        }
+        let (tokens, most) = (inputs.iter().map(Vec::len).sum::<usize>(), self.limits.max_batch_tokens);
+        if tokens > most as usize {
+            return invalid(format!("{tokens} tokens in a step, the most is {most}"));
+        }
+        Ok(inputs)
+    }
+
+    fn step(
+        &self,
+        batch: &Batch,
+        inputs: Vec<Vec<u32>>,
+        sequences: &mut [Sequence],
+        tap: Tap<'_>,
+    ) -> StepOutput {
+        if inputs.is_empty() {
+            return Vec::new();
+        }
+        let segments: Vec<_> =
+            sequences.iter().zip(&inputs).map(|(s, ids)| (s.tokens.len(), ids.len())).collect();
+        let step = Step::new(&self.config, &self.device, &segments);
+        let tokens = inputs.concat();
+        let mut states: Vec<&mut Sequence> = sequences.iter_mut().collect();
+        let x = self.device.pool.install(|| forward::layers(&step, &self.weights, &tokens, &mut states, tap));
+        for (sequence, ids) in sequences.iter_mut().zip(&inputs) {
+            sequence.tokens.extend_from_slice(ids);
+            sequence.sampled = None;
+        }
+        self.outputs(batch, &step, &x, sequences)
+    }
+
+    /// lm_head and sampling for the rows that are wanted.
+    fn outputs(&self, batch: &Batch, step: &Step<'_>, x: &[f32], sequences: &mut [Sequence]) -> StepOutput {
+        let (hidden, vocab) = (self.config.hidden_size, self.config.vocab_size);
+        let wanted = |want: &Want, len: usize| match want {
+            Want::Nothing => 0,
+            Want::Logits(Rows::All) => len,
+            Want::Logits(Rows::Last) | Want::Sample(_) => 1,
+        };
+        let counts: Vec<usize> =
+            batch.segments.iter().zip(&step.rows).map(|(s, rows)| wanted(&s.want, rows.len)).collect();
+        let mut selected = Vec::new();
+        for (rows, count) in step.rows.iter().zip(&counts) {
+            let end = rows.first + rows.len;
+            selected.extend_from_slice(&x[(end - count) * hidden..end * hidden]);
+        }
+        let logits = match selected.is_empty() {
+            true => Vec::new(),
+            false => self.device.pool.install(|| forward::head(step, &self.weights, &selected)),
+        };
+        let mut logits = logits.as_slice();
+        let mut outputs = Vec::with_capacity(sequences.len());
+        for (i, sequence) in sequences.iter_mut().enumerate() {
+            let (mine, rest) = logits.split_at(counts[i] * vocab);
+            logits = rest;
+            let rows = step.rows[i];
+            let stream = &x[rows.range(hidden)];
+            let end = rows.start + rows.len;
+            let broken = broken_position(stream, hidden, rows.start)
+                .or_else(|| broken_position(mine, vocab, end - counts[i]));
+            outputs.push(match broken {
+                Some(position) => Err(SegmentError::NonFinite { position }),
+                None => Ok(output(&batch.segments[i].want, mine, sequence)),
+            });
+        }
+        outputs
+    }
+}
+
+/// Position of the first row with a value that is not finite; rows start at position `start`.
+fn broken_position(rows: &[f32], width: usize, start: usize) -> Option<u32> {
+    first_non_finite(rows).map(|i| (start + i as usize / width) as u32)
+}
+
+fn output(want: &Want, logits: &[f32], sequence: &mut Sequence) -> Output {
+    match want {
+        Want::Nothing => Output::Nothing,
+        Want::Logits(_) => Output::Logits(logits.to_vec()),
+        Want::Sample(params) => {
+            let sampled = sample(&mut logits.to_vec(), &sequence.tokens, params);
+            sequence.sampled = Some(sampled.token);
+            Output::Sampled(sampled)
+        }
+    }
+}
+
+impl Backend for CpuBackend {
+    fn limits(&self) -> &Limits {
+        &self.limits
+    }
+
+    fn create(&mut self, capacity: u32) -> Result<SeqId, BackendError> {
+        self.reserve(capacity as usize)?;
+        let id = SeqId(self.new_id());
+        self.sequences.insert(id, Sequence::new(&self.config, capacity as usize));
+        Ok(id)
+    }
+
+    fn resume(&mut self, snapshot: SnapshotId, capacity: u32) -> Result<SeqId, BackendError> {
+        let mut sequence = self.snapshot_state(snapshot)?.clone();
+        let capacity = (capacity as usize).max(sequence.tokens.len());
+        self.reserve(capacity)?;
+        sequence.grow(&self.config, capacity);
+        let id = SeqId(self.new_id());
+        self.sequences.insert(id, sequence);
+        Ok(id)
+    }
+
+    fn free(&mut self, seq: SeqId) -> Result<(), BackendError> {
+        let capacity = self.sequence(seq)?.capacity;
+        self.reserved -= state::bytes(&self.config, capacity);
+        self.sequences.remove(&seq);
+        Ok(())
+    }
+
+    /// The snapshot is charged as if it shared nothing: the sequence may be freed and leave it all.
+    fn snapshot(&mut self, seq: SeqId) -> Result<SnapshotId, BackendError> {
+        let frozen = self.sequence(seq)?.freeze();
+        self.reserve(frozen.capacity)?;
+        let id = SnapshotId(self.new_id());
+        self.snapshots.insert(id, frozen);
+        Ok(id)
+    }
+
+    fn forget(&mut self, snapshot: SnapshotId) -> Result<(), BackendError> {
+        let capacity = self.snapshot_state(snapshot)?.capacity;
+        self.reserved -= state::bytes(&self.config, capacity);
+        self.snapshots.remove(&snapshot);
+        Ok(())
+    }
+
+    fn export(&self, snapshot: SnapshotId) -> Result<Vec<u8>, BackendError> {
+        Ok(export::to_bytes(&self.config, &self.weights, self.snapshot_state(snapshot)?))
+    }
+
+    fn import(&mut self, bytes: &[u8]) -> Result<SnapshotId, BackendError> {
+        let sequence =
+            export::from_bytes(&self.config, &self.weights, bytes).map_err(BackendError::InvalidSnapshot)?;
+        self.reserve(sequence.capacity)?;
+        let id = SnapshotId(self.new_id());
+        self.snapshots.insert(id, sequence);
+        Ok(id)
+    }
+
+    fn state_bytes(&self, capacity: u32) -> u64 {
+        state::bytes(&self.config, capacity as usize)
+    }
+
+    fn free_bytes(&self) -> u64 {
+        self.limits.state_budget - self.reserved
+    }
+
+    fn forward(&mut self, batch: &Batch) -> Result<Ticket, BackendError> {
+        self.forward_tapped(batch, &mut no_tap)
+    }
+
+    fn wait(&mut self, ticket: Ticket) -> Result<StepOutput, BackendError> {
+        match self.finished.front() {
+            Some((oldest, _)) if *oldest == ticket => {}
+            _ => return Err(BackendError::Unknown { kind: "ticket", id: ticket.0 }),
+        }
+        Ok(self.finished.pop_front().map(|(_, output)| output).unwrap_or_default())
+    }
+}
