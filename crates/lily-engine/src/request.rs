@@ -1,0 +1,204 @@
+//! What is asked of the engine and what it answers.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use lily_model::backend::SegmentError;
+use lily_model::sample::Logprobs;
+
+use crate::output::Delta;
+
+/// One generation.
+#[derive(Clone, Debug)]
+pub struct Request {
+    /// Token ids of the whole prompt; at least one.
+    pub prompt: Vec<u32>,
+    /// How tokens are drawn.
+    pub sampling: Sampling,
+    /// Most tokens to generate; `None`: to the end of the context.
+    pub max_tokens: Option<u32>,
+    /// Strings that end the answer; they are cut off. Matched on the answer's text, never inside a thought or a
+    /// tool call; [`StopMatcher`](crate::stop::StopMatcher) has the rule.
+    pub stop: Vec<String>,
+    /// How the output is read.
+    pub format: OutputFormat,
+    /// Generate on past the model's end-of-turn tokens.
+    pub ignore_eos: bool,
+}
+
+/// Sampling parameters as a request gives them. See [`lily_model::sample::SampleParams`] for their meaning.
+#[derive(Clone, Debug, PartialEq)]
+#[expect(missing_docs, reason = "documented at SampleParams")]
+pub struct Sampling {
+    pub temperature: f32,
+    pub top_k: u32,
+    pub top_p: f32,
+    pub min_p: f32,
+    pub repetition_penalty: f32,
+    pub presence_penalty: f32,
+    pub frequency_penalty: f32,
+    pub logit_bias: Arc<[(u32, f32)]>,
+    /// `None`: a seed of the engine's own choice, different for every request.
+    pub seed: Option<u64>,
+    /// Report log-probabilities of every token and of this many alternatives.
+    pub logprobs: Option<u32>,
+}
+
+/// How the generated text is read.
+#[derive(Clone, Debug)]
+pub enum OutputFormat {
+    /// All of it is the answer, whatever it contains.
+    Raw,
+    /// A turn of a chat.
+    Chat {
+        /// The prompt ends inside an open `<think>` block, so the output starts as a thought.
+        starts_in_thought: bool,
+        /// The tools that may be called; empty: tool-call markup is text.
+        tools: Arc<[Tool]>,
+    },
+}
+
+/// A tool that the model may call.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Tool {
+    /// Function name.
+    pub name: String,
+    /// JSON schema of the arguments, as the client gave it (an object schema or null).
+    pub parameters: serde_json::Value,
+}
+
+/// What a generation reports, in order: `Started`, then `Prefill`/`Token`/`Delta` mixed, then one `Finished` or
+/// `Failed`. A request that never leaves the queue reports `Failed` alone.
+#[derive(Clone, Debug)]
+pub enum Event {
+    /// The request left the queue.
+    Started,
+    /// So many of the prompt's tokens are read.
+    Prefill {
+        /// Tokens of the prompt in the model's state.
+        done: u32,
+        /// Tokens of the prompt.
+        total: u32,
+    },
+    /// A token was generated (only sent when log-probabilities were asked for). The token that ends the turn is
+    /// not reported: it is no part of the output.
+    Token {
+        /// Its id.
+        id: u32,
+        /// Its log-probabilities.
+        logprobs: Logprobs,
+    },
+    /// A piece of output.
+    Delta(Delta),
+    /// The end.
+    Finished(Finished),
+    /// The generation failed; nothing follows.
+    Failed(RequestError),
+}
+
+/// How a generation ended and what it took.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Finished {
+    /// Why it ended.
+    pub reason: FinishReason,
+    /// Tokens.
+    pub usage: Usage,
+    /// Times.
+    pub timing: Timing,
+}
+
+/// Why a generation ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FinishReason {
+    /// The model ended its turn, or a stop string was met.
+    Stop,
+    /// `max_tokens` or the end of the context.
+    Length,
+    /// The model ended its turn with at least one tool call.
+    ToolCalls,
+}
+
+/// Token counts of one request.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// Tokens of the prompt.
+    pub prompt_tokens: u32,
+    /// Tokens generated, the end-of-turn token included.
+    pub completion_tokens: u32,
+    /// Of these, tokens of the thought, its closing tag included.
+    pub reasoning_tokens: u32,
+    /// Tokens of the prompt that were not read again.
+    pub cached_tokens: u32,
+}
+
+/// Times of one request.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Timing {
+    /// From submission to the first step that worked on it.
+    pub queued: Duration,
+    /// From there to the first generated token.
+    pub prefill: Duration,
+    /// From the first generated token to the last.
+    pub decode: Duration,
+}
+
+/// A request that was not accepted.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SubmitError {
+    /// There is nothing to continue.
+    #[error("the prompt is empty: at least one token is needed")]
+    EmptyPrompt,
+    /// Prompt and context, in tokens. Never cut silently.
+    #[error(
+        "the prompt has {prompt} tokens, but the context is {context} tokens and at least one must be left for the answer: shorten the prompt or raise --ctx-size"
+    )]
+    ContextExceeded {
+        /// Tokens of the prompt.
+        prompt: u32,
+        /// Tokens of the context.
+        context: u32,
+    },
+    /// The queue is full; try again later.
+    #[error("{waiting} requests are waiting already: try again in a moment")]
+    QueueFull {
+        /// Requests in the queue.
+        waiting: usize,
+    },
+    /// The request can never be served within the memory budget.
+    #[error(
+        "a sequence of {tokens} tokens needs {needed} bytes of state, the budget is {budget}: lower --ctx-size or max_tokens"
+    )]
+    TooLarge {
+        /// Prompt plus the most that may be generated.
+        tokens: u32,
+        /// Bytes needed.
+        needed: u64,
+        /// Bytes there are.
+        budget: u64,
+    },
+    /// A parameter is out of range; names it.
+    #[error("{parameter}: {problem}")]
+    InvalidParameter {
+        /// Name of the parameter, as in the API.
+        parameter: &'static str,
+        /// Expected and found.
+        problem: String,
+    },
+    /// The engine is shutting down or its device failed.
+    #[error("the engine has stopped: {0}")]
+    Stopped(String),
+}
+
+/// A request that was accepted and failed.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum RequestError {
+    /// The model's output can't be used.
+    #[error(transparent)]
+    Model(#[from] SegmentError),
+    /// The device failed, or has no memory for the request.
+    #[error("the request could not be completed: {0}")]
+    Device(String),
+    /// The engine was shut down.
+    #[error("the engine was shut down before the answer was complete")]
+    Shutdown,
+}

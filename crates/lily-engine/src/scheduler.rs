@@ -1,0 +1,250 @@
+//! One thread owns the device; requests arrive over a channel.
+//!
+//! Requests are served in the order in which they came. One starts when there is a place for it and the backend
+//! has reserved memory for all the tokens it may grow to, so that it can't fail half way for lack of it. Until
+//! then it and all behind it wait. A step of the device is one batch: a token for every sequence that decodes,
+//! and a chunk of the one prompt that is being read.
+
+mod job;
+mod worker;
+
+use std::fmt;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use lily_model::backend::{Backend, Limits};
+use lily_model::tokenizer::Tokenizer;
+use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
+
+use crate::request::{Event, Request, SubmitError};
+use crate::validate;
+use job::{Job, Place};
+use worker::{Command, Worker};
+
+/// How long [`Engine::shutdown`] waits past its deadline for the step that the device is working on.
+const LAST_STEP: Duration = Duration::from_secs(10);
+
+/// Settings of an engine.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Sequences worked on side by side; at least 1, at most what the backend's limits allow.
+    pub max_sequences: usize,
+    /// Requests that may wait for a place.
+    pub max_queue: usize,
+    /// Most tokens of a prompt that one step reads; at least 1.
+    pub prefill_chunk: u32,
+    /// Token ids that end a turn.
+    pub eos: Vec<u32>,
+}
+
+/// A handle on the engine's thread. Clones share it. When the last one is dropped, the thread ends after the
+/// requests that it has.
+#[derive(Clone)]
+pub struct Engine {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    shared: Arc<Shared>,
+    commands: Sender<Command>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+    limits: Limits,
+    max_open: usize,
+    /// Bytes of state of the capacities that can never be had, up to the context: the last of them first.
+    too_large: Vec<u64>,
+    next_seed: AtomicU64,
+}
+
+/// The events of one request. Dropping it cancels the request within one step.
+#[derive(Debug)]
+pub struct Generation {
+    /// Events, in order.
+    pub events: UnboundedReceiver<Event>,
+}
+
+/// What the engine is doing.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Status {
+    /// Sequences in prefill or decode.
+    pub running: usize,
+    /// Requests in the queue.
+    pub waiting: usize,
+    /// Steps done since the start.
+    pub steps: u64,
+    /// Time since the last step ended, or since the start.
+    pub last_step_age: Duration,
+    /// Why the engine stopped, if it did.
+    pub stopped: Option<String>,
+    /// Context limit, tokens.
+    pub context: u32,
+}
+
+/// What the thread and the handles both see.
+struct Shared {
+    started: Instant,
+    /// Requests that were accepted and have not ended.
+    open: AtomicUsize,
+    /// Of these, the ones that have left the queue.
+    running: AtomicUsize,
+    steps: AtomicU64,
+    /// When the last step ended, milliseconds after `started`.
+    last_step: AtomicU64,
+    stopped: OnceLock<Stopped>,
+}
+
+/// Why no request is served any more.
+#[derive(Clone, Debug)]
+enum Stopped {
+    Shutdown,
+    Failed(String),
+}
+
+impl fmt::Display for Stopped {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Shutdown => f.write_str("it was shut down"),
+            Self::Failed(message) => f.write_str(message),
+        }
+    }
+}
+
+impl Engine {
+    /// Starts the thread.
+    pub fn start(backend: Box<dyn Backend>, tokenizer: Arc<Tokenizer>, options: Options) -> Self {
+        let limits = backend.limits().clone();
+        let most = limits.max_segments.min(limits.max_batch_tokens).max(1) as usize;
+        let max_sequences = options.max_sequences.clamp(1, most);
+        let shared = Arc::new(Shared {
+            started: Instant::now(),
+            open: AtomicUsize::new(0),
+            running: AtomicUsize::new(0),
+            steps: AtomicU64::new(0),
+            last_step: AtomicU64::new(0),
+            stopped: OnceLock::new(),
+        });
+        let too_large = (1..=limits.context)
+            .rev()
+            .map(|capacity| backend.state_bytes(capacity))
+            .take_while(|&bytes| bytes > limits.state_budget)
+            .collect();
+        let (commands, receiver) = channel();
+        let max_open = max_sequences.saturating_add(options.max_queue);
+        let options = Options { max_sequences, ..options };
+        let worker = Worker::new(backend, tokenizer, options, Arc::clone(&shared), receiver);
+        let thread = thread::Builder::new().name("lily-engine".to_owned()).spawn(|| worker.work());
+        let thread = match thread {
+            Ok(thread) => Some(thread),
+            Err(error) => {
+                let message = format!("the system refused to start the engine's thread: {error}");
+                let _ = shared.stopped.set(Stopped::Failed(message));
+                None
+            }
+        };
+        let next_seed = AtomicU64::new(fastrand::u64(..));
+        let thread = Mutex::new(thread);
+        Self { inner: Arc::new(Inner { shared, commands, thread, limits, max_open, too_large, next_seed }) }
+    }
+
+    /// Checks a request and queues it.
+    pub fn submit(&self, request: Request) -> Result<Generation, SubmitError> {
+        let inner = &*self.inner;
+        inner.check_running()?;
+        validate::check(&request, &inner.limits)?;
+        let capacity = inner.capacity(&request);
+        let shortfall = inner.limits.context - capacity;
+        if let Some(&needed) = inner.too_large.get(shortfall as usize) {
+            let budget = inner.limits.state_budget;
+            return Err(SubmitError::TooLarge { tokens: capacity, needed, budget });
+        }
+        let place = inner.take_place()?;
+        let seed = request.sampling.seed.unwrap_or_else(|| inner.new_seed());
+        let (sender, events) = unbounded_channel();
+        let job = Job::new(request, capacity, seed, sender, place);
+        // Fails when the thread has ended since the check above.
+        if inner.commands.send(Command::Run(Box::new(job))).is_err() {
+            inner.check_running()?;
+            return Err(SubmitError::Stopped("its thread has ended".to_owned()));
+        }
+        Ok(Generation { events })
+    }
+
+    /// A snapshot of the engine's counters; never blocks on the device.
+    pub fn status(&self) -> Status {
+        let shared = &*self.inner.shared;
+        let running = shared.running.load(Ordering::Relaxed);
+        let last_step = Duration::from_millis(shared.last_step.load(Ordering::Relaxed));
+        Status {
+            running,
+            waiting: shared.open.load(Ordering::Relaxed).saturating_sub(running),
+            steps: shared.steps.load(Ordering::Relaxed),
+            last_step_age: shared.started.elapsed().saturating_sub(last_step),
+            stopped: shared.stopped.get().map(Stopped::to_string),
+            context: self.inner.limits.context,
+        }
+    }
+
+    /// Stops: queued requests fail with `Shutdown`, running ones too unless they finish before the deadline.
+    /// Returns when the thread has ended, or ten seconds after the deadline if the device does not come back
+    /// from its last step by then.
+    pub fn shutdown(&self, deadline: Duration) {
+        let inner = &*self.inner;
+        let _ = inner.shared.stopped.set(Stopped::Shutdown);
+        let deadline = Instant::now().checked_add(deadline);
+        // An error means that the thread has ended by itself.
+        let _ = inner.commands.send(Command::Shutdown(deadline));
+        let mut thread = inner.thread.lock().unwrap_or_else(PoisonError::into_inner);
+        let give_up = deadline.and_then(|deadline| deadline.checked_add(LAST_STEP));
+        while thread.as_ref().is_some_and(|thread| !thread.is_finished()) {
+            if give_up.is_some_and(|give_up| Instant::now() > give_up) {
+                tracing::error!(
+                    "the device does not come back from its last step: the engine is left behind"
+                );
+                return;
+            }
+            thread::sleep(Duration::from_millis(2));
+        }
+        if let Some(thread) = thread.take() {
+            // A panic was reported where it was caught.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Inner {
+    fn check_running(&self) -> Result<(), SubmitError> {
+        match self.shared.stopped.get() {
+            None => Ok(()),
+            Some(reason) => Err(SubmitError::Stopped(reason.to_string())),
+        }
+    }
+
+    /// Tokens that a valid request may grow to.
+    fn capacity(&self, request: &Request) -> u32 {
+        let context = self.limits.context;
+        let prompt = request.prompt.len() as u32;
+        request.max_tokens.map_or(context, |max| prompt.saturating_add(max).min(context))
+    }
+
+    fn take_place(&self) -> Result<Place, SubmitError> {
+        let open = &self.shared.open;
+        let more = |n: usize| (n < self.max_open).then_some(n + 1);
+        match open.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more) {
+            Ok(_) => Ok(Place::new(Arc::clone(&self.shared))),
+            Err(n) => {
+                let running = self.shared.running.load(Ordering::Relaxed);
+                Err(SubmitError::QueueFull { waiting: n.saturating_sub(running) })
+            }
+        }
+    }
+
+    /// An odd step visits all 64-bit numbers before one comes again.
+    fn new_seed(&self) -> u64 {
+        self.next_seed.fetch_add(0x9E37_79B9_7F4A_7C15, Ordering::Relaxed)
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,200 @@
+//! One accepted request, from the queue to its last event.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use lily_model::sample::{SampleParams, Sampled};
+use lily_model::tokenizer::Tokenizer;
+use tokio::sync::mpsc::UnboundedSender;
+
+use super::{Shared, Stopped};
+use crate::reply::{Progress, Reply};
+use crate::request::{Event, FinishReason, Finished, Request, RequestError, Timing, Usage};
+
+/// A request. However it goes, its last event is `Finished` or `Failed`: dropped before that, it fails with the
+/// reason why the engine stopped. (When the client is gone, nobody hears it.)
+pub(super) struct Job {
+    pub prompt: Vec<u32>,
+    pub params: Arc<SampleParams>,
+    /// Tokens that it may grow to, the prompt included.
+    pub capacity: u32,
+    ignore_eos: bool,
+    reply: Reply,
+    usage: Usage,
+    submitted: Instant,
+    started: Option<Instant>,
+    first_token: Option<Instant>,
+    events: UnboundedSender<Event>,
+    /// `None` after the last event.
+    place: Option<Place>,
+}
+
+/// A place among the open requests; dropping it gives it back.
+pub(super) struct Place {
+    shared: Arc<Shared>,
+    running: bool,
+}
+
+impl Place {
+    /// A place that was counted in `open` already.
+    pub fn new(shared: Arc<Shared>) -> Self {
+        Self { shared, running: false }
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        if self.running {
+            self.shared.running.fetch_sub(1, Ordering::Relaxed);
+        }
+        self.shared.open.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl Job {
+    pub fn new(
+        request: Request,
+        capacity: u32,
+        seed: u64,
+        events: UnboundedSender<Event>,
+        place: Place,
+    ) -> Self {
+        let prompt_tokens = request.prompt.len() as u32;
+        let sampling = request.sampling;
+        let params = SampleParams {
+            temperature: sampling.temperature,
+            top_k: sampling.top_k,
+            top_p: sampling.top_p,
+            min_p: sampling.min_p,
+            repetition_penalty: sampling.repetition_penalty,
+            presence_penalty: sampling.presence_penalty,
+            frequency_penalty: sampling.frequency_penalty,
+            generated_from: prompt_tokens,
+            logit_bias: sampling.logit_bias,
+            mask: None,
+            seed,
+            logprobs: sampling.logprobs,
+        };
+        Self {
+            prompt: request.prompt,
+            params: Arc::new(params),
+            capacity,
+            ignore_eos: request.ignore_eos,
+            reply: Reply::new(&request.format, &request.stop),
+            usage: Usage { prompt_tokens, ..Usage::default() },
+            submitted: Instant::now(),
+            started: None,
+            first_token: None,
+            events,
+            place: Some(place),
+        }
+    }
+
+    /// Tokens that may be generated.
+    pub fn max_tokens(&self) -> u32 {
+        self.capacity - self.usage.prompt_tokens
+    }
+
+    /// Whether nobody waits for the reply any more.
+    pub fn is_cancelled(&self) -> bool {
+        self.events.is_closed()
+    }
+
+    /// The request leaves the queue.
+    pub fn start(&mut self) {
+        self.started = Some(Instant::now());
+        if let Some(place) = &mut self.place {
+            place.running = true;
+            place.shared.running.fetch_add(1, Ordering::Relaxed);
+        }
+        self.send(Event::Started);
+    }
+
+    /// So many tokens of the prompt are read.
+    pub fn prefilled(&self, done: u32) {
+        self.send(Event::Prefill { done, total: self.usage.prompt_tokens });
+    }
+
+    /// Takes a token; gives whether it was the last one, and then the last event was sent.
+    pub fn token(&mut self, sampled: Sampled, tokenizer: &Tokenizer, eos: &[u32]) -> bool {
+        self.first_token.get_or_insert_with(Instant::now);
+        self.usage.completion_tokens += 1;
+        let id = sampled.token;
+        if eos.contains(&id) && !self.ignore_eos {
+            self.finish(if self.reply.has_calls() { FinishReason::ToolCalls } else { FinishReason::Stop });
+            return true;
+        }
+        self.usage.reasoning_tokens += u32::from(self.reply.in_thought());
+        if let Some(logprobs) = sampled.logprobs {
+            self.send(Event::Token { id, logprobs });
+        }
+        let bytes = if tokenizer.is_special(id) { &[] } else { tokenizer.token_bytes(id) };
+        let progress = self.reply.push(bytes);
+        if self.send_deltas(progress) {
+            self.end(FinishReason::Stop);
+            return true;
+        }
+        if self.usage.completion_tokens >= self.max_tokens() {
+            self.finish(FinishReason::Length);
+            return true;
+        }
+        false
+    }
+
+    /// The request fails.
+    pub fn fail(mut self, error: RequestError) {
+        self.last_event(Event::Failed(error));
+    }
+
+    /// Gives out what was held back, then ends.
+    fn finish(&mut self, reason: FinishReason) {
+        let progress = self.reply.finish(reason == FinishReason::Length);
+        let stopped = self.send_deltas(progress);
+        self.end(if stopped { FinishReason::Stop } else { reason });
+    }
+
+    fn end(&mut self, reason: FinishReason) {
+        let between = |a: Option<Instant>, b: Option<Instant>| match (a, b) {
+            (Some(a), Some(b)) => b.saturating_duration_since(a),
+            _ => Duration::ZERO,
+        };
+        let timing = Timing {
+            queued: between(Some(self.submitted), self.started),
+            prefill: between(self.started, self.first_token),
+            decode: between(self.first_token, Some(Instant::now())),
+        };
+        self.last_event(Event::Finished(Finished { reason, usage: self.usage, timing }));
+    }
+
+    /// Whoever hears of the end finds the place free.
+    fn last_event(&mut self, event: Event) {
+        if self.place.take().is_some() {
+            self.send(event);
+        }
+    }
+
+    fn send_deltas(&self, progress: Progress) -> bool {
+        for delta in progress.deltas {
+            self.send(Event::Delta(delta));
+        }
+        progress.stopped
+    }
+
+    /// A client that has left is noticed between two steps, not here.
+    fn send(&self, event: Event) {
+        let _ = self.events.send(event);
+    }
+}
+
+impl Drop for Job {
+    fn drop(&mut self) {
+        let Some(place) = &self.place else { return };
+        let error = match place.shared.stopped.get() {
+            Some(Stopped::Shutdown) => RequestError::Shutdown,
+            Some(Stopped::Failed(message)) => RequestError::Device(message.clone()),
+            None => RequestError::Device("the engine lost the request: please report it".to_owned()),
+        };
+        self.last_event(Event::Failed(error));
+    }
+}

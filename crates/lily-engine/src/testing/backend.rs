@@ -1,0 +1,312 @@
+//! A backend without a model. It keeps the contract of [`Backend`] and refuses calls that break it.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use lily_model::backend::{
+    Backend, BackendError, Batch, Limits, Output, Segment, SegmentError, SeqId, SnapshotId, StepOutput,
+    Ticket, Tokens, Want,
+};
+use lily_model::sample::{Logprobs, Sampled, sample};
+
+use super::text::END_OF_TURN;
+
+/// What happens when a token of a scripted reply is due.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Act {
+    /// It is this one.
+    Token(u32),
+    /// The device takes this long over the step; then the next act follows.
+    Pause(Duration),
+    /// The model computes a value that is not finite.
+    NonFinite,
+    /// The device fails.
+    Fail(String),
+    /// The backend panics.
+    Panic(String),
+}
+
+/// The tokens of a text (see [`tokens`](super::tokens)) as acts. A script that ends is followed by
+/// [`END_OF_TURN`].
+pub fn say(text: &str) -> Vec<Act> {
+    super::tokens(text).into_iter().map(Act::Token).collect()
+}
+
+/// What a backend was made to do.
+#[derive(Clone, Debug, Default)]
+pub struct Audit {
+    /// Sequences that were created, with their capacities.
+    pub created: Vec<(SeqId, u32)>,
+    /// Sequences that were freed.
+    pub freed: Vec<SeqId>,
+    /// The segments of every step: sequence, number of tokens, whether a token was sampled.
+    pub steps: Vec<Vec<(SeqId, u32, bool)>>,
+    /// The seeds that tokens were sampled with.
+    pub seeds: HashSet<u64>,
+}
+
+type Script = Box<dyn FnMut(&[u32]) -> Vec<Act> + Send>;
+
+/// A backend that replays scripts, or samples from made-up logits.
+pub struct FakeBackend {
+    limits: Limits,
+    /// `None`: samples.
+    script: Option<Script>,
+    step_time: Duration,
+    steps_in_flight: usize,
+    sequences: HashMap<SeqId, Sequence>,
+    reserved: u64,
+    ids: u64,
+    pending: VecDeque<Step>,
+    audit: Arc<Mutex<Audit>>,
+}
+
+#[derive(Debug, Default)]
+struct Sequence {
+    capacity: u32,
+    tokens: Vec<u32>,
+    acts: Option<VecDeque<Act>>,
+    last: Option<u32>,
+    lost: Option<SegmentError>,
+}
+
+/// A step that was enqueued.
+#[derive(Debug, Default)]
+struct Step {
+    ticket: u64,
+    output: StepOutput,
+    pause: Duration,
+    failure: Option<String>,
+    panic: Option<String>,
+}
+
+impl FakeBackend {
+    /// A backend whose reply to a prompt is what `script` says.
+    pub fn scripted(limits: Limits, script: impl FnMut(&[u32]) -> Vec<Act> + Send + 'static) -> Self {
+        Self { script: Some(Box::new(script)), ..Self::sampling(limits) }
+    }
+
+    /// A backend that samples with a request's parameters; the logits are a hash of the tokens so far.
+    pub fn sampling(limits: Limits) -> Self {
+        Self {
+            limits,
+            script: None,
+            step_time: Duration::ZERO,
+            steps_in_flight: 1,
+            sequences: HashMap::new(),
+            reserved: 0,
+            ids: 0,
+            pending: VecDeque::new(),
+            audit: Arc::default(),
+        }
+    }
+
+    /// Every step takes this long.
+    pub fn with_step_time(self, step_time: Duration) -> Self {
+        Self { step_time, ..self }
+    }
+
+    /// So many steps may be enqueued before one is waited for.
+    pub fn with_steps_in_flight(self, steps_in_flight: usize) -> Self {
+        Self { steps_in_flight, ..self }
+    }
+
+    /// What the backend is made to do, while it does it.
+    pub fn audit(&self) -> Arc<Mutex<Audit>> {
+        Arc::clone(&self.audit)
+    }
+
+    fn log(&self) -> MutexGuard<'_, Audit> {
+        self.audit.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn check(&self, batch: &Batch) -> Result<(), BackendError> {
+        let invalid = |what: &str| Err(BackendError::InvalidBatch(what.to_owned()));
+        if batch.segments.is_empty() || batch.segments.len() > self.limits.max_segments as usize {
+            return invalid("number of segments");
+        }
+        if self.pending.len() >= self.steps_in_flight {
+            return invalid("too many steps in flight");
+        }
+        let mut seen = HashSet::new();
+        let mut total = 0;
+        for segment in &batch.segments {
+            let sequence = self.sequences.get(&segment.seq).ok_or_else(|| unknown(segment.seq))?;
+            let count = match &segment.tokens {
+                Tokens::Ids(ids) => ids.len(),
+                Tokens::LastSampled if sequence.last.is_none() && sequence.lost.is_none() => {
+                    return invalid("no token was sampled yet");
+                }
+                Tokens::LastSampled => 1,
+            };
+            total += count;
+            if !seen.insert(segment.seq) {
+                return invalid("a sequence twice");
+            }
+            if count == 0 || segment.start as usize != sequence.tokens.len() {
+                return invalid("not at the end of the sequence");
+            }
+            if segment.start as usize + count > sequence.capacity as usize {
+                return invalid("over the capacity");
+            }
+        }
+        if total > self.limits.max_batch_tokens as usize { invalid("too many tokens") } else { Ok(()) }
+    }
+
+    /// Runs one segment; `step` takes what happens to the step as a whole.
+    fn advance(&mut self, segment: &Segment, step: &mut Step) -> Result<Output, SegmentError> {
+        let Some(sequence) = self.sequences.get_mut(&segment.seq) else { return Ok(Output::Nothing) };
+        match &segment.tokens {
+            Tokens::Ids(ids) => sequence.tokens.extend_from_slice(ids),
+            Tokens::LastSampled => sequence.tokens.push(sequence.last.take().unwrap_or_default()),
+        }
+        if let Some(lost) = &sequence.lost {
+            return Err(lost.clone());
+        }
+        let params = match &segment.want {
+            Want::Sample(params) => params,
+            Want::Nothing => return Ok(Output::Nothing),
+            Want::Logits(_) => return Ok(Output::Logits(logits(&sequence.tokens, self.limits.vocab_size))),
+        };
+        let sampled = match &mut self.script {
+            None => {
+                let mut logits = logits(&sequence.tokens, self.limits.vocab_size);
+                sample(&mut logits, &sequence.tokens, params)
+            }
+            Some(script) => {
+                let acts = sequence.acts.get_or_insert_with(|| script(&sequence.tokens).into());
+                let token = loop {
+                    match acts.pop_front() {
+                        None => break END_OF_TURN,
+                        Some(Act::Token(token)) => break token,
+                        Some(Act::Pause(time)) => step.pause += time,
+                        Some(Act::Fail(message)) => step.failure = Some(message),
+                        Some(Act::Panic(message)) => step.panic = Some(message),
+                        Some(Act::NonFinite) => {
+                            let position = sequence.tokens.len() as u32 - 1;
+                            let lost = SegmentError::NonFinite { position };
+                            sequence.lost = Some(lost.clone());
+                            return Err(lost);
+                        }
+                    }
+                };
+                let logprobs = params.logprobs.map(|n| Logprobs {
+                    token: -0.5,
+                    top: (0..n).map(|i| (token + i, -0.5 - i as f32)).collect(),
+                });
+                Sampled { token, logprobs }
+            }
+        };
+        sequence.last = Some(sampled.token);
+        Ok(Output::Sampled(sampled))
+    }
+}
+
+/// Logits that depend on all tokens and nothing else.
+fn logits(tokens: &[u32], vocab_size: u32) -> Vec<f32> {
+    let mix = |hash: u64, value: u32| {
+        let hash = (hash ^ u64::from(value)).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+        hash ^ (hash >> 29)
+    };
+    let context = tokens.iter().fold(0, |hash, &token| mix(hash, token));
+    (0..vocab_size).map(|token| (mix(mix(context, token), 1) % 1000) as f32 / 100.0).collect()
+}
+
+fn unknown(seq: SeqId) -> BackendError {
+    BackendError::Unknown { kind: "sequence", id: seq.0 }
+}
+
+impl Backend for FakeBackend {
+    fn limits(&self) -> &Limits {
+        &self.limits
+    }
+
+    fn create(&mut self, capacity: u32) -> Result<SeqId, BackendError> {
+        let (needed, available) = (self.state_bytes(capacity), self.free_bytes());
+        if needed > available {
+            return Err(BackendError::OutOfMemory { capacity, needed, available });
+        }
+        self.reserved += needed;
+        let seq = SeqId(self.ids);
+        self.ids += 1;
+        self.sequences.insert(seq, Sequence { capacity, ..Sequence::default() });
+        self.log().created.push((seq, capacity));
+        Ok(seq)
+    }
+
+    fn free(&mut self, seq: SeqId) -> Result<(), BackendError> {
+        let sequence = self.sequences.remove(&seq).ok_or_else(|| unknown(seq))?;
+        self.reserved -= self.state_bytes(sequence.capacity);
+        self.log().freed.push(seq);
+        Ok(())
+    }
+
+    fn snapshot(&mut self, _seq: SeqId) -> Result<SnapshotId, BackendError> {
+        Err(BackendError::InvalidSnapshot("the fake backend takes none".to_owned()))
+    }
+
+    fn resume(&mut self, snapshot: SnapshotId, _capacity: u32) -> Result<SeqId, BackendError> {
+        Err(BackendError::Unknown { kind: "snapshot", id: snapshot.0 })
+    }
+
+    fn forget(&mut self, snapshot: SnapshotId) -> Result<(), BackendError> {
+        Err(BackendError::Unknown { kind: "snapshot", id: snapshot.0 })
+    }
+
+    fn export(&self, snapshot: SnapshotId) -> Result<Vec<u8>, BackendError> {
+        Err(BackendError::Unknown { kind: "snapshot", id: snapshot.0 })
+    }
+
+    fn import(&mut self, _bytes: &[u8]) -> Result<SnapshotId, BackendError> {
+        Err(BackendError::InvalidSnapshot("the fake backend reads none".to_owned()))
+    }
+
+    /// One byte for each token.
+    fn state_bytes(&self, capacity: u32) -> u64 {
+        capacity.into()
+    }
+
+    fn free_bytes(&self) -> u64 {
+        self.limits.state_budget - self.reserved
+    }
+
+    fn steps_in_flight(&self) -> usize {
+        self.steps_in_flight
+    }
+
+    fn forward(&mut self, batch: &Batch) -> Result<Ticket, BackendError> {
+        self.check(batch)?;
+        let mut step = Step { ticket: self.ids, pause: self.step_time, ..Step::default() };
+        self.ids += 1;
+        let mut record = Vec::new();
+        for segment in &batch.segments {
+            let count = if let Tokens::Ids(ids) = &segment.tokens { ids.len() as u32 } else { 1 };
+            let params = if let Want::Sample(params) = &segment.want { Some(params) } else { None };
+            self.log().seeds.extend(params.map(|params| params.seed));
+            record.push((segment.seq, count, params.is_some()));
+            let output = self.advance(segment, &mut step);
+            step.output.push(output);
+        }
+        self.log().steps.push(record);
+        let ticket = Ticket(step.ticket);
+        self.pending.push_back(step);
+        Ok(ticket)
+    }
+
+    fn wait(&mut self, ticket: Ticket) -> Result<StepOutput, BackendError> {
+        if self.pending.front().is_none_or(|step| step.ticket != ticket.0) {
+            return Err(BackendError::Unknown { kind: "ticket", id: ticket.0 });
+        }
+        let step = self.pending.pop_front().unwrap_or_default();
+        thread::sleep(step.pause);
+        if let Some(message) = step.panic {
+            panic!("{message}");
+        }
+        match step.failure {
+            Some(message) => Err(BackendError::Device(message)),
+            None => Ok(step.output),
+        }
+    }
+}
