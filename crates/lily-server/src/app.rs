@@ -1,0 +1,130 @@
+//! What the server knows, and the routes.
+
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use axum::Router;
+use axum::extract::Request;
+use axum::http::{Method, StatusCode, Uri};
+use axum::middleware::{from_fn, from_fn_with_state};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use lily_engine::request::Sampling;
+use lily_engine::scheduler::Engine;
+use lily_model::template::ChatTemplate;
+use lily_model::tokenizer::Tokenizer;
+use tower_http::catch_panic::CatchPanicLayer;
+
+use crate::error::ApiError;
+use crate::{auth, body, chat_completions, health, models, trace};
+
+/// Everything a request may need. Shared by all connections.
+pub struct ServerState {
+    /// Where tokens come from.
+    pub engine: Engine,
+    /// The model's tokenizer.
+    pub tokenizer: Arc<Tokenizer>,
+    /// The model's chat template.
+    pub template: Arc<ChatTemplate>,
+    /// Name under which the model is served.
+    pub model: String,
+    /// What a request gets for sampling fields it leaves out (generation_config.json).
+    pub defaults: Sampling,
+    /// What `Authorization: Bearer` must carry, if anything.
+    pub api_key: Option<String>,
+    /// When the model was loaded, seconds since 1970.
+    pub created: u64,
+    /// Bounds.
+    pub limits: Limits,
+}
+
+/// Bounds of the server.
+#[derive(Clone, Debug)]
+pub struct Limits {
+    /// Longest request body, bytes.
+    pub body_bytes: usize,
+    /// Longest time a body may take to arrive.
+    pub body_time: Duration,
+    /// Longest time the head of a request may take to arrive, counted from the end of the previous one.
+    pub head_time: Duration,
+    /// A stream that was silent for this long gets a comment line.
+    pub keep_alive: Duration,
+    /// Time that running answers get to finish after the server was told to stop.
+    pub shutdown_time: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            // The longest context, 262,144 tokens, is about 1 MB of English text.
+            body_bytes: 8 << 20,
+            body_time: Duration::from_secs(30),
+            head_time: Duration::from_secs(30),
+            keep_alive: Duration::from_secs(15),
+            shutdown_time: Duration::from_secs(10),
+        }
+    }
+}
+
+/// Seconds since 1970.
+pub fn unix_time() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}
+
+/// The whole API.
+pub fn router(state: Arc<ServerState>) -> Router {
+    let v1 = Router::new()
+        .route("/chat/completions", post(chat_completions::create))
+        .route("/models", get(models::list))
+        .route_layer(from_fn_with_state(Arc::clone(&state), auth::require_key));
+    let routes = Router::new()
+        .route("/health", get(health::health))
+        .nest("/v1", v1)
+        .fallback(not_found)
+        .method_not_allowed_fallback(method_not_allowed)
+        .with_state(state);
+    with_layers(routes)
+}
+
+/// What every request goes through, whatever answers it.
+fn with_layers(routes: Router) -> Router {
+    let panicked =
+        |_| ApiError::internal("the server failed on this request: please report it").into_response();
+    routes.layer(CatchPanicLayer::custom(panicked)).layer(from_fn(trace::trace))
+}
+
+async fn not_found(method: Method, uri: Uri, request: Request) -> Response {
+    body::discard(request.into_body()).await;
+    let message =
+        format!("there is no {method} {}: see GET /v1/models and POST /v1/chat/completions", uri.path());
+    ApiError::request(StatusCode::NOT_FOUND, "not_found", message).into_response()
+}
+
+async fn method_not_allowed(method: Method, uri: Uri, request: Request) -> Response {
+    body::discard(request.into_body()).await;
+    let message = format!("{} does not take {method}: the Allow header lists what it takes", uri.path());
+    ApiError::request(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", message).into_response()
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::body::{Body, to_bytes};
+    use hyper::service::Service;
+    use hyper_util::service::TowerToHyperService;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_panic_is_an_error_of_its_request() {
+        async fn broken() -> &'static str {
+            panic!("broken")
+        }
+        let service = TowerToHyperService::new(with_layers(Router::new().route("/", get(broken))));
+        let response = service.call(Request::new(Body::empty())).await.unwrap();
+        assert_eq!(response.status(), StatusCode::INTERNAL_SERVER_ERROR);
+        assert!(response.headers().contains_key("x-request-id"));
+        let body = to_bytes(response.into_body(), 1000).await.unwrap();
+        let body: serde_json::Value = serde_json::from_slice(&body).unwrap();
+        assert_eq!(body["error"]["code"], "internal_error");
+    }
+}

@@ -1,0 +1,42 @@
+//! `GET /health`: what the engine is really doing.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::State;
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use serde::Serialize;
+
+use crate::app::ServerState;
+
+#[derive(Serialize)]
+struct Health<'a> {
+    /// `ok` or `stopped`.
+    status: &'static str,
+    /// Why the engine stopped.
+    reason: Option<&'a str>,
+    model: &'a str,
+    context_length: u32,
+    running: usize,
+    waiting: usize,
+    steps: u64,
+    /// With requests running, a growing age means that the device does not answer.
+    last_step_age_ms: u128,
+}
+
+pub(crate) async fn health(State(state): State<Arc<ServerState>>) -> Response {
+    let engine = state.engine.status();
+    let code = if engine.stopped.is_some() { StatusCode::SERVICE_UNAVAILABLE } else { StatusCode::OK };
+    let health = Health {
+        status: if engine.stopped.is_some() { "stopped" } else { "ok" },
+        reason: engine.stopped.as_deref(),
+        model: &state.model,
+        context_length: engine.context,
+        running: engine.running,
+        waiting: engine.waiting,
+        steps: engine.steps,
+        last_step_age_ms: engine.last_step_age.as_millis(),
+    };
+    (code, Json(health)).into_response()
+}

@@ -1,0 +1,16 @@
+//! HTTP: the OpenAI-compatible API over an engine.
+//!
+//! [`app::router`] is the API, [`serve::serve`] runs it on a socket until it is told to stop. Every answer that
+//! is not a success is OpenAI's error envelope ([`error::ApiError`]). What each endpoint honours, ignores and
+//! refuses is listed in `docs/api.md`.
+
+pub mod app;
+mod auth;
+mod body;
+mod chat_completions;
+pub mod error;
+mod fields;
+mod health;
+mod models;
+pub mod serve;
+mod trace;

@@ -1,0 +1,158 @@
+//! The router on a socket, from binding to the last answer.
+
+use std::convert::Infallible;
+use std::future::{Future, pending};
+use std::io;
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum::serve::Listener;
+use hyper::server::conn::http1;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::service::TowerToHyperService;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{oneshot, watch};
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+
+use crate::app::{ServerState, router};
+
+/// Where a server listens unless told otherwise: only this machine can reach it.
+pub const DEFAULT_HOST: &str = "127.0.0.1";
+
+/// The port unless told otherwise.
+pub const DEFAULT_PORT: u16 = 8080;
+
+/// Time that the last words of cancelled answers get to reach their clients, and that the engine gets beyond its own deadline.
+const LAST_WORDS: Duration = Duration::from_secs(2);
+
+/// Why a server can't run.
+#[derive(Debug, thiserror::Error)]
+pub enum ServeError {
+    /// Somebody else has the port.
+    #[error(
+        "port {port} on {host} is in use: stop the program that has it, or choose another with --port (0 takes a free one)"
+    )]
+    PortInUse {
+        /// As given.
+        host: String,
+        /// As given.
+        port: u16,
+    },
+    /// The system refused the address.
+    #[error("can't listen on {host}:{port}: {source}")]
+    Bind {
+        /// As given.
+        host: String,
+        /// As given.
+        port: u16,
+        /// The system's words.
+        source: io::Error,
+    },
+    /// The engine did not stop: its device does not answer.
+    #[error("the engine did not stop within {0:?}: its device does not answer")]
+    EngineStuck(Duration),
+}
+
+/// Opens a socket. Port 0 takes a free one; ask the listener which.
+pub async fn bind(host: &str, port: u16) -> Result<TcpListener, ServeError> {
+    TcpListener::bind((host, port)).await.map_err(|source| match source.kind() {
+        io::ErrorKind::AddrInUse => ServeError::PortInUse { host: host.to_owned(), port },
+        _ => ServeError::Bind { host: host.to_owned(), port, source },
+    })
+}
+
+/// Serves until `shutdown` resolves. Then no connection is accepted any more, running answers get
+/// [`Limits::shutdown_time`](crate::app::Limits) to finish and are cancelled after it, and the engine is
+/// stopped. Dropping the future ends everything at once, except the engine's thread.
+pub async fn serve(
+    listener: TcpListener,
+    state: Arc<ServerState>,
+    shutdown: impl Future<Output = ()>,
+) -> Result<(), ServeError> {
+    let router = router(Arc::clone(&state));
+    // Dropping the sender tells all connections to end after their present answer.
+    let (stop, stopped) = watch::channel(());
+    let mut connections = JoinSet::new();
+    accept(listener, &mut connections, shutdown, |stream| {
+        serve_connection(stream, router.clone(), state.limits.head_time, stopped.clone())
+    })
+    .await;
+
+    let running = connections.len();
+    tracing::info!(connections = running, "stopping: running answers may finish");
+    drop(stop);
+    let engine = stop_engine(&state);
+    let engine = timeout(state.limits.shutdown_time + LAST_WORDS, engine).await;
+    let last_words = async { while connections.join_next().await.is_some() {} };
+    if timeout(LAST_WORDS, last_words).await.is_err() {
+        tracing::warn!(connections = connections.len(), "connections cut: their clients do not read");
+    }
+    engine.map_err(|_| ServeError::EngineStuck(state.limits.shutdown_time + LAST_WORDS))
+}
+
+/// Accepts connections until `shutdown` resolves. The listener is closed on return.
+async fn accept<F: Future<Output = ()> + Send + 'static>(
+    mut listener: TcpListener,
+    connections: &mut JoinSet<()>,
+    shutdown: impl Future<Output = ()>,
+    handle: impl Fn(TcpStream) -> F,
+) {
+    let mut shutdown = pin!(shutdown);
+    loop {
+        let finished = async {
+            match connections.join_next().await {
+                Some(_) => {}
+                None => pending().await,
+            }
+        };
+        tokio::select! {
+            () = &mut shutdown => return,
+            // axum's accept waits out a lack of file descriptors; other faults belong to single connections.
+            (stream, _) = Listener::accept(&mut listener) => { connections.spawn(handle(stream)); }
+            () = finished => {}
+        }
+    }
+}
+
+async fn serve_connection(
+    stream: TcpStream,
+    router: Router,
+    head_time: Duration,
+    mut stopped: watch::Receiver<()>,
+) {
+    // Tokens are small: each must leave at once.
+    if let Err(error) = stream.set_nodelay(true) {
+        tracing::debug!(%error, "TCP_NODELAY could not be set");
+    }
+    let service = TowerToHyperService::new(router);
+    let connection = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(head_time)
+        .serve_connection(TokioIo::new(stream), service);
+    let mut connection = pin!(connection);
+    let result = tokio::select! {
+        result = connection.as_mut() => result,
+        _ = stopped.changed() => {
+            connection.as_mut().graceful_shutdown();
+            connection.await
+        }
+    };
+    if let Err(error) = result {
+        tracing::debug!(%error, "connection ended");
+    }
+}
+
+/// Stops the engine on a thread of its own: a device that hangs must not keep the process from ending.
+async fn stop_engine(state: &Arc<ServerState>) {
+    let (done, ended) = oneshot::channel::<Infallible>();
+    let (engine, deadline) = (state.engine.clone(), state.limits.shutdown_time);
+    std::thread::spawn(move || {
+        engine.shutdown(deadline);
+        drop(done);
+    });
+    // Resolves when the sender is dropped.
+    let _ = ended.await;
+}

@@ -1,0 +1,10 @@
+//! The server on a real socket, over an engine whose model follows a script.
+
+#![allow(clippy::unwrap_used, reason = "a helper that fails must fail its test")]
+
+mod bad_input;
+mod chat;
+mod disconnect;
+mod fixture;
+mod http;
+mod lifecycle;

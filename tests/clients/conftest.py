@@ -1,0 +1,102 @@
+"""Servers for the tests of clients: real processes on real sockets."""
+
+import os
+import re
+import signal
+import subprocess
+import threading
+from pathlib import Path
+
+import openai
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+START_SECONDS = 120
+
+
+class Server:
+    """A process that says `listening on http://HOST:PORT` and then serves."""
+
+    def __init__(self, command):
+        self.lines = []
+        self.url = None
+        self._heard = threading.Event()
+        self.process = subprocess.Popen(
+            [str(part) for part in command],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+        )
+        threading.Thread(target=self._listen, daemon=True).start()
+        self._heard.wait(START_SECONDS)
+        if self.url is None:
+            self.stop()
+            raise RuntimeError(f"{command} did not start:\n" + "".join(self.lines))
+
+    def _listen(self):
+        for line in self.process.stdout:
+            self.lines.append(line)
+            found = re.search(r"listening on (http://\S+)", line)
+            if found and self.url is None:
+                self.url = found.group(1)
+                self._heard.set()
+        self._heard.set()
+
+    @property
+    def port(self):
+        return int(self.url.rsplit(":", 1)[1])
+
+    def client(self, api_key="none"):
+        return openai.OpenAI(base_url=self.url + "/v1", api_key=api_key, max_retries=0, timeout=120)
+
+    def stop(self):
+        """Ctrl-C, as at a terminal; returns the exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+        try:
+            return self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+
+
+def binary(variable, default):
+    path = Path(os.environ.get(variable, ROOT / default)).absolute()
+    if not path.exists():
+        pytest.fail(f"{path} is missing: build it, or name another with {variable}", pytrace=False)
+    return path
+
+
+def serve(*arguments):
+    return Server([binary("LILY_BIN", "target/release/lily"), "serve", "--port", "0", *arguments])
+
+
+@pytest.fixture(scope="session")
+def lily():
+    """`lily serve` with the model that ships with it."""
+    server = serve()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def fresh_lily():
+    """One that a test may end."""
+    server = serve()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def lily_with_key():
+    """The same behind an API key."""
+    server = serve("--api-key", "sesame")
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def scripted():
+    """A server whose model writes what tests/clients/*.py expect: a tool call, and an answer to its result."""
+    default = "target/release/examples/scripted_server"
+    server = Server([binary("LILY_SCRIPTED_SERVER", default)])
+    yield server
+    server.stop()
