@@ -4,16 +4,15 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 
 use lily_model::backend::{
-    Backend, BackendError, Batch, Limits, Output, Rows, SegmentError, SeqId, SnapshotId, StepOutput, Ticket,
-    Tokens, Want,
+    Backend, BackendError, Batch, Limits, SeqId, SnapshotId, StepOutput, Ticket, Tokens,
 };
 use lily_model::config::Config;
-use lily_model::sample::{first_non_finite, sample};
 use lily_model::weights::Weights;
 
 use crate::device::{Device, Isa, ThreadError};
 use crate::export;
 use crate::forward::{self, Step};
+use crate::head;
 use crate::state::{self, Sequence};
 use crate::tap::{Tap, no_tap};
 
@@ -104,7 +103,11 @@ impl CpuBackend {
 
     fn reserve(&mut self, capacity: usize) -> Result<(), BackendError> {
         let (needed, available) = (state::bytes(&self.config, capacity), self.free_bytes());
-        if capacity > self.limits.context as usize || needed > available {
+        let context = self.limits.context;
+        if capacity > context as usize {
+            return Err(BackendError::TooLong { capacity: capacity as u32, context });
+        }
+        if needed > available {
             return Err(BackendError::OutOfMemory { capacity: capacity as u32, needed, available });
         }
         self.reserved += needed;
@@ -166,67 +169,14 @@ impl CpuBackend {
             sequences.iter().zip(&inputs).map(|(s, ids)| (s.tokens.len(), ids.len())).collect();
         let step = Step::new(&self.config, &self.device, &segments);
         let tokens = inputs.concat();
-        let mut states: Vec<&mut Sequence> = sequences.iter_mut().collect();
-        let x = self.device.pool.install(|| forward::layers(&step, &self.weights, &tokens, &mut states, tap));
-        for (sequence, ids) in sequences.iter_mut().zip(&inputs) {
-            sequence.tokens.extend_from_slice(ids);
-            sequence.sampled = None;
-        }
-        self.outputs(batch, &step, &x, sequences)
-    }
-
-    /// lm_head and sampling for the rows that are wanted.
-    fn outputs(&self, batch: &Batch, step: &Step<'_>, x: &[f32], sequences: &mut [Sequence]) -> StepOutput {
-        let (hidden, vocab) = (self.config.hidden_size, self.config.vocab_size);
-        let wanted = |want: &Want, len: usize| match want {
-            Want::Nothing => 0,
-            Want::Logits(Rows::All) => len,
-            Want::Logits(Rows::Last) | Want::Sample(_) => 1,
-        };
-        let counts: Vec<usize> =
-            batch.segments.iter().zip(&step.rows).map(|(s, rows)| wanted(&s.want, rows.len)).collect();
-        let mut selected = Vec::new();
-        for (rows, count) in step.rows.iter().zip(&counts) {
-            let end = rows.first + rows.len;
-            selected.extend_from_slice(&x[(end - count) * hidden..end * hidden]);
-        }
-        let logits = match selected.is_empty() {
-            true => Vec::new(),
-            false => self.device.pool.install(|| forward::head(step, &self.weights, &selected)),
-        };
-        let mut logits = logits.as_slice();
-        let mut outputs = Vec::with_capacity(sequences.len());
-        for (i, sequence) in sequences.iter_mut().enumerate() {
-            let (mine, rest) = logits.split_at(counts[i] * vocab);
-            logits = rest;
-            let rows = step.rows[i];
-            let stream = &x[rows.range(hidden)];
-            let end = rows.start + rows.len;
-            let broken = broken_position(stream, hidden, rows.start)
-                .or_else(|| broken_position(mine, vocab, end - counts[i]));
-            outputs.push(match broken {
-                Some(position) => Err(SegmentError::NonFinite { position }),
-                None => Ok(output(&batch.segments[i].want, mine, sequence)),
-            });
-        }
-        outputs
-    }
-}
-
-/// Position of the first row with a value that is not finite; rows start at position `start`.
-fn broken_position(rows: &[f32], width: usize, start: usize) -> Option<u32> {
-    first_non_finite(rows).map(|i| (start + i as usize / width) as u32)
-}
-
-fn output(want: &Want, logits: &[f32], sequence: &mut Sequence) -> Output {
-    match want {
-        Want::Nothing => Output::Nothing,
-        Want::Logits(_) => Output::Logits(logits.to_vec()),
-        Want::Sample(params) => {
-            let sampled = sample(&mut logits.to_vec(), &sequence.tokens, params);
-            sequence.sampled = Some(sampled.token);
-            Output::Sampled(sampled)
-        }
+        self.device.pool.install(|| {
+            let x = forward::layers(&step, &self.weights, &tokens, sequences, tap);
+            for (sequence, ids) in sequences.iter_mut().zip(&inputs) {
+                sequence.tokens.extend_from_slice(ids);
+                sequence.sampled = None;
+            }
+            head::forward(&step, &self.weights, batch, &x, sequences)
+        })
     }
 }
 

@@ -9,10 +9,9 @@ use rayon::prelude::*;
 
 use crate::device::Device;
 use crate::math::{rms_norm, rotary};
-use crate::matmul::product;
 use crate::state::{LayerState, Page, Recurrent, Sequence};
 use crate::tap::{LayerTap, Point, Tap};
-use crate::{attention, gdn, moe};
+use crate::{attention, embed, gdn, moe};
 
 /// What the blocks of one step share. Activations of all segments lie one behind the other.
 pub struct Step<'a> {
@@ -63,7 +62,7 @@ impl<'a> Step<'a> {
     }
 
     /// RMS norm of every token.
-    fn norm(&self, x: &[f32], gain: &[f32]) -> Vec<f32> {
+    pub fn norm(&self, x: &[f32], gain: &[f32]) -> Vec<f32> {
         let mut out = vec![0.0; x.len()];
         let hidden = self.config.hidden_size;
         out.par_chunks_exact_mut(hidden)
@@ -79,23 +78,14 @@ pub fn layers(
     step: &Step<'_>,
     w: &Weights,
     tokens: &[u32],
-    sequences: &mut [&mut Sequence],
+    sequences: &mut [Sequence],
     tap: Tap<'_>,
 ) -> Vec<f32> {
-    let mut x = embed(step, w, tokens);
+    let mut x = embed::forward(w, tokens);
     for (i, w) in w.layers.iter().enumerate() {
         let states = sequences.iter_mut().map(|s| &mut s.layers[i]).collect();
         layer(step, w, &mut x, states, &mut |point, values| tap(i, point, values));
     }
-    x
-}
-
-fn embed(step: &Step<'_>, w: &Weights, tokens: &[u32]) -> Vec<f32> {
-    let hidden = step.config.hidden_size;
-    let mut x = vec![0.0; tokens.len() * hidden];
-    x.par_chunks_exact_mut(hidden)
-        .zip(tokens)
-        .for_each(|(x, &token)| w.embedding.read_row(token as usize, x));
     x
 }
 
@@ -125,9 +115,4 @@ fn pages(state: &mut LayerState) -> Option<&mut Vec<Arc<Page>>> {
 
 fn add(x: &mut [f32], y: &[f32]) {
     x.iter_mut().zip(y).for_each(|(x, y)| *x += y);
-}
-
-/// Final norm and lm_head on rows of the residual stream, `[rows, hidden]`. Returns `[rows, vocab]`.
-pub fn head(step: &Step<'_>, w: &Weights, x: &[f32]) -> Vec<f32> {
-    product(step.device, &w.lm_head, &step.norm(x, &w.norm))
 }

@@ -53,7 +53,7 @@ fn memory_is_reserved_up_front_and_refused_with_numbers() {
     let needed = backend.state_bytes(1);
     assert_eq!(backend.create(1), Err(BackendError::OutOfMemory { capacity: 1, needed, available: 0 }));
     backend.free(a).unwrap();
-    assert!(backend.create(129).is_err(), "more than the context");
+    assert_eq!(backend.create(129), Err(BackendError::TooLong { capacity: 129, context: 128 }));
     assert!(backend.create(1).is_ok());
 }
 

@@ -90,7 +90,9 @@ pub enum Output {
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum SegmentError {
     /// The model's state or a logit became NaN or infinite: broken weights or an overflow. Never sampled from.
-    #[error("the model computed a value that is not finite at position {position}: its weights are damaged, check the files")]
+    #[error(
+        "the model computed a value that is not finite at position {position}: its weights are damaged, check the files"
+    )]
     NonFinite {
         /// The first position in the sequence at which it shows.
         position: u32,
@@ -111,6 +113,14 @@ pub enum BackendError {
         needed: u64,
         /// Bytes of the budget not yet reserved.
         available: u64,
+    },
+    /// A sequence can't be longer than the context given at load.
+    #[error("a sequence of {capacity} tokens does not fit the context of {context}: raise --ctx-size")]
+    TooLong {
+        /// Tokens asked for.
+        capacity: u32,
+        /// [`Limits::context`].
+        context: u32,
     },
     /// The id was never given out, or was freed.
     #[error("unknown {kind} {id}")]

@@ -1,0 +1,73 @@
+//! Final norm, lm_head and sampling, for the rows that are wanted.
+
+use lily_model::backend::{Batch, Output, Rows, SegmentError, StepOutput, Want};
+use lily_model::sample::{first_non_finite, sample};
+use lily_model::weights::Weights;
+
+use crate::forward::Step;
+use crate::matmul::product;
+use crate::state::Sequence;
+
+/// What each segment asked for. `x` is the residual stream behind the last layer, `[tokens, hidden]`; a
+/// sampled token is kept in its sequence. Call inside the device's pool.
+pub fn forward(
+    step: &Step<'_>,
+    w: &Weights,
+    batch: &Batch,
+    x: &[f32],
+    sequences: &mut [Sequence],
+) -> StepOutput {
+    let (hidden, vocab) = (step.config.hidden_size, step.config.vocab_size);
+    let counts: Vec<usize> = batch
+        .segments
+        .iter()
+        .zip(&step.rows)
+        .map(|(segment, rows)| wanted(&segment.want, rows.len))
+        .collect();
+    let mut selected = Vec::new();
+    for (rows, count) in step.rows.iter().zip(&counts) {
+        let end = rows.first + rows.len;
+        selected.extend_from_slice(&x[(end - count) * hidden..end * hidden]);
+    }
+    let mut logits = product(step.device, &w.lm_head, &step.norm(&selected, &w.norm));
+    let mut rest = logits.as_mut_slice();
+    let mut outputs = Vec::with_capacity(sequences.len());
+    for (i, sequence) in sequences.iter_mut().enumerate() {
+        let (mine, others) = rest.split_at_mut(counts[i] * vocab);
+        rest = others;
+        let rows = step.rows[i];
+        let broken = broken_position(&x[rows.range(hidden)], hidden, rows.start)
+            .or_else(|| broken_position(mine, vocab, rows.start + rows.len - counts[i]));
+        outputs.push(match broken {
+            Some(position) => Err(SegmentError::NonFinite { position }),
+            None => Ok(output(&batch.segments[i].want, mine, sequence)),
+        });
+    }
+    outputs
+}
+
+/// Rows of logits that a segment of `len` tokens wants: its last ones.
+fn wanted(want: &Want, len: usize) -> usize {
+    match want {
+        Want::Nothing => 0,
+        Want::Logits(Rows::All) => len,
+        Want::Logits(Rows::Last) | Want::Sample(_) => 1,
+    }
+}
+
+/// Position of the first row with a value that is not finite; rows start at position `start`.
+fn broken_position(rows: &[f32], width: usize, start: usize) -> Option<u32> {
+    first_non_finite(rows).map(|i| (start + i as usize / width) as u32)
+}
+
+fn output(want: &Want, logits: &mut [f32], sequence: &mut Sequence) -> Output {
+    match want {
+        Want::Nothing => Output::Nothing,
+        Want::Logits(_) => Output::Logits(logits.to_vec()),
+        Want::Sample(params) => {
+            let sampled = sample(logits, &sequence.tokens, params);
+            sequence.sampled = Some(sampled.token);
+            Output::Sampled(sampled)
+        }
+    }
+}
