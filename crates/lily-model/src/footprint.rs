@@ -31,8 +31,7 @@ pub struct Footprint {
     pub kv_values_per_token: u64,
 }
 
-const PARTS: [Part; 6] =
-    [Part::Embedding, Part::Gdn, Part::Attention, Part::Moe, Part::Experts, Part::Head];
+const PARTS: [Part; 6] = [Part::Embedding, Part::Gdn, Part::Attention, Part::Moe, Part::Experts, Part::Head];
 
 impl Footprint {
     /// Counts a model's modules.
@@ -72,7 +71,9 @@ fn part_bytes(config: &Config, part: Part) -> PartBytes {
         parameters += module.elements();
         stored += bytes;
         read += match module.kind {
-            ModuleKind::Experts { experts, .. } => bytes / experts as u64 * config.moe.experts_per_token as u64,
+            ModuleKind::Experts { experts, .. } => {
+                bytes / experts as u64 * config.moe.experts_per_token as u64
+            }
             ModuleKind::Matrix { rows, .. } if part == Part::Embedding => bytes / rows as u64,
             _ => bytes,
         };

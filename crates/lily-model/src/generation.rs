@@ -76,7 +76,9 @@ fn eos_token_ids(fields: &Fields<'_>, config: &Config) -> Result<Vec<u32>, Confi
     let key = "eos_token_id";
     let ids = if fields.get(key).is_some() { fields.token_ids(key)? } else { config.eos_token_ids.clone() };
     match ids.iter().find(|&&id| id as usize >= config.vocab_size) {
-        Some(&id) => Err(invalid(key, format!("ids below the vocabulary's size, {}", config.vocab_size), &id.into())),
+        Some(&id) => {
+            Err(invalid(key, format!("ids below the vocabulary's size, {}", config.vocab_size), &id.into()))
+        }
         None => Ok(ids),
     }
 }
@@ -125,8 +127,14 @@ mod tests {
             (r#"{"min_p": -0.1}"#, "`min_p` is -0.1"),
             (r#"{"repetition_penalty": 0}"#, "`repetition_penalty` is 0, expected a number above 0"),
             (r#"{"do_sample": 1}"#, "`do_sample` is 1, expected true or false"),
-            (r#"{"eos_token_id": "end"}"#, "`eos_token_id` is \"end\", expected a token id or a list of them"),
-            (r#"{"eos_token_id": [248320]}"#, "`eos_token_id` is 248320, expected ids below the vocabulary's size"),
+            (
+                r#"{"eos_token_id": "end"}"#,
+                "`eos_token_id` is \"end\", expected a token id or a list of them",
+            ),
+            (
+                r#"{"eos_token_id": [248320]}"#,
+                "`eos_token_id` is 248320, expected ids below the vocabulary's size",
+            ),
             ("[]", "`the file` is [], expected an object"),
             ("{", "not valid JSON"),
         ];

@@ -100,7 +100,9 @@ pub enum LoadError {
         source: TemplateError,
     },
     /// There is no chat template.
-    #[error("{file} is missing, and {TOKENIZER_CONFIG} has no `chat_template` in its place: the model is incomplete, download it again")]
+    #[error(
+        "{file} is missing, and {TOKENIZER_CONFIG} has no `chat_template` in its place: the model is incomplete, download it again"
+    )]
     NoTemplate {
         /// Path of the file that is missing.
         file: String,
@@ -172,7 +174,8 @@ fn template_in_tokenizer_config(files: &ModelFiles) -> Result<Option<String>, Lo
     if !files.contains(TOKENIZER_CONFIG) {
         return Ok(None);
     }
-    let named = |e| LoadError::Config { file: files.describe(TOKENIZER_CONFIG), source: ConfigError::Json(e) };
+    let named =
+        |e| LoadError::Config { file: files.describe(TOKENIZER_CONFIG), source: ConfigError::Json(e) };
     let config: Value = serde_json::from_slice(&files.open(TOKENIZER_CONFIG)?).map_err(named)?;
     Ok(config.get("chat_template").and_then(Value::as_str).map(str::to_owned))
 }

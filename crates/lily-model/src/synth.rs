@@ -54,7 +54,9 @@ pub enum SynthError {
     #[error("config.json: {0}")]
     Config(#[from] ConfigError),
     /// A row does not divide into groups.
-    #[error("{module} has {cols} inputs, which are not a multiple of the group size {group_size}: change the config's shapes or its quantization")]
+    #[error(
+        "{module} has {cols} inputs, which are not a multiple of the group size {group_size}: change the config's shapes or its quantization"
+    )]
     Group {
         /// Path of the module.
         module: String,
@@ -141,6 +143,9 @@ impl<'a> Synth<'a> {
                 SafeTensorError::IoError(source) => at(&path, source),
                 other => at(&path, io::Error::other(other.to_string())),
             })?;
+            // Temporary files can be read by their owner only; a model's files by whom new files can.
+            let permissions = std::fs::metadata(folder.join("config.json")).map(|m| m.permissions());
+            permissions.and_then(|p| std::fs::set_permissions(&path, p)).map_err(|e| at(&path, e))?;
             weight_map.extend(shard.iter().map(|t| (t.name.clone(), name.clone())));
         }
         let index = json!({"metadata": {"total_size": self.bytes()}, "weight_map": weight_map});

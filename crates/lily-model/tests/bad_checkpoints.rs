@@ -151,7 +151,11 @@ fn an_offset_outside_the_file() {
     let header = header.to_string();
     let spoilt = [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &bytes[8 + length..]].concat();
     fs::write(fixture.path(SHARD), spoilt).unwrap();
-    fixture.refused_with(&[SHARD, "tensor language_model.lm_head.weight", "1125899906842624 of the data, which has"]);
+    fixture.refused_with(&[
+        SHARD,
+        "tensor language_model.lm_head.weight",
+        "1125899906842624 of the data, which has",
+    ]);
 }
 
 #[test]
@@ -185,7 +189,9 @@ fn a_tensor_too_many() {
         let extra = t[&format!("{GATE}.weight")].clone();
         t.insert("language_model.model.layers.8.mlp.gate.weight".to_owned(), extra);
     });
-    fixture.refused_with(&["*.safetensors: tensor language_model.model.layers.8.mlp.gate.weight is not part of this model"]);
+    fixture.refused_with(&[
+        "*.safetensors: tensor language_model.model.layers.8.mlp.gate.weight is not part of this model",
+    ]);
 }
 
 #[test]
@@ -206,7 +212,8 @@ fn a_tensor_missing() {
 #[test]
 fn a_quantised_tensor_without_its_scales() {
     let fixture = Fixture::new().edit(|t| _ = t.remove(&format!("{GATE}.scales")));
-    fixture.refused_with(&[&format!("tensor {GATE}.weight: holds codes (U32), but there is no {GATE}.scales")]);
+    fixture
+        .refused_with(&[&format!("tensor {GATE}.weight: holds codes (U32), but there is no {GATE}.scales")]);
 }
 
 #[test]
@@ -256,7 +263,10 @@ fn an_index_that_disagrees_with_its_shards() {
     let mut index: Value = serde_json::from_slice(&fs::read(fixture.path(INDEX)).unwrap()).unwrap();
     index["weight_map"]["language_model.extra.weight"] = SHARD.into();
     fs::write(fixture.path(INDEX), index.to_string()).unwrap();
-    fixture.refused_with(&[INDEX, "says tensor language_model.extra.weight is in model.safetensors, which does not have it"]);
+    fixture.refused_with(&[
+        INDEX,
+        "says tensor language_model.extra.weight is in model.safetensors, which does not have it",
+    ]);
 }
 
 #[test]

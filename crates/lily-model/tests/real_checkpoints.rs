@@ -1,5 +1,6 @@
 //! The published checkpoints, by the names, types and shapes of all their tensors: files of the real size
 //! with nothing in them.
+#![cfg(unix)]
 #![allow(clippy::unwrap_used, reason = "tests fail where they must")]
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -126,7 +127,10 @@ fn assert_complete(weights: &Weights, config: &Config) {
         assert_eq!(matches!(layer.mixer, Mixer::Gdn(_)), *kind == LayerKind::Gdn);
         assert_eq!(layer.moe.experts.len(), 256);
         let expert = &layer.moe.experts[255];
-        assert_eq!((expert.up.rows, expert.up.cols, expert.down.rows, expert.down.cols), (512, 2048, 2048, 512));
+        assert_eq!(
+            (expert.up.rows, expert.up.cols, expert.down.rows, expert.down.cols),
+            (512, 2048, 2048, 512)
+        );
     }
 }
 

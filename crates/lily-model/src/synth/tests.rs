@@ -129,5 +129,8 @@ fn rows_that_do_not_divide_into_groups_are_refused() {
     config["text_config"]["moe_intermediate_size"] = 96.into();
     let text = config.to_string();
     let e = Synth::new(text.as_bytes(), 7).err().unwrap().to_string();
-    assert!(e.contains("switch_mlp.down_proj has 96 inputs, which are not a multiple of the group size 64"), "{e}");
+    assert!(
+        e.contains("switch_mlp.down_proj has 96 inputs, which are not a multiple of the group size 64"),
+        "{e}"
+    );
 }

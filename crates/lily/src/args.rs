@@ -1,0 +1,265 @@
+//! The command line.
+
+use std::path::PathBuf;
+
+use clap::{Parser, Subcommand, ValueEnum};
+
+/// Runs Qwen3.6-35B-A3B and models of its family, from files on this machine.
+#[derive(Debug, Parser)]
+#[command(name = "lily", version, propagate_version = true)]
+pub struct Args {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+    #[command(flatten)]
+    pub global: Global,
+}
+
+/// Options of every command.
+#[derive(Debug, clap::Args)]
+#[command(next_help_heading = "Options of every command")]
+pub struct Global {
+    /// Folder of the model: config.json, tokenizer.json, *.safetensors. Default: the small demonstration model
+    /// inside the program
+    #[arg(short, long, global = true, env = "LILY_MODEL", value_name = "FOLDER")]
+    pub model: Option<PathBuf>,
+    /// Threads to compute with. Default: one per core
+    #[arg(short, long, global = true, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    pub threads: Option<u16>,
+    /// Where to compute
+    #[arg(long, global = true, default_value = "auto")]
+    pub device: DeviceChoice,
+    /// Say more on standard error; twice for even more. LILY_LOG takes filters like `lily_engine=debug`
+    #[arg(short, long, global = true, action = clap::ArgAction::Count)]
+    pub verbose: u8,
+}
+
+/// A device to compute on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum DeviceChoice {
+    /// The best one there is; so far that is the CPU
+    Auto,
+    /// The processor
+    Cpu,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Answer one prompt
+    Run(Run),
+    /// Talk in the terminal
+    Chat(Chat),
+    /// Serve the OpenAI-compatible API
+    Serve(Serve),
+    /// Show a model's shapes, sizes and memory needs, without loading it
+    Inspect(Inspect),
+    /// Write a random checkpoint, for measuring and testing
+    Synth(Synth),
+    /// Write the logits of every position of a sequence, for comparing
+    Logits(Logits),
+    /// Measure how well the model predicts a text: perplexity, bits per byte
+    Eval(Eval),
+    /// Measure speed: tokens a second while reading a prompt and while writing
+    Bench(Bench),
+}
+
+#[derive(Debug, clap::Args)]
+pub struct Run {
+    /// The prompt. Default: what comes on standard input
+    pub prompt: Option<String>,
+    /// Print one JSON object: text, token counts, times
+    #[arg(long)]
+    pub json: bool,
+    /// Continue the prompt as plain text, without the chat template. Control tokens like <|im_start|> are read
+    #[arg(long, conflicts_with_all = ["system", "no_think", "tools"])]
+    pub raw: bool,
+    /// Tools the model may call: a JSON list of definitions in OpenAI's form
+    #[arg(long, value_name = "FILE")]
+    pub tools: Option<PathBuf>,
+    #[command(flatten)]
+    pub talk: Talk,
+    #[command(flatten)]
+    pub generation: Generation,
+}
+
+#[derive(Debug, clap::Args)]
+pub struct Chat {
+    #[command(flatten)]
+    pub talk: Talk,
+    #[command(flatten)]
+    pub generation: Generation,
+}
+
+/// The form of a conversation.
+#[derive(Debug, clap::Args)]
+pub struct Talk {
+    /// System message
+    #[arg(long, value_name = "TEXT")]
+    pub system: Option<String>,
+    /// Answer at once, without a thought
+    #[arg(long)]
+    pub no_think: bool,
+}
+
+/// How text is generated. What is left out is as the model's generation_config.json says.
+#[derive(Debug, clap::Args)]
+pub struct Generation {
+    /// Most tokens to generate. Default: to the end of the context
+    #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub max_tokens: Option<u32>,
+    /// Randomness; 0 always takes the most likely token
+    #[arg(long, alias = "temp", value_name = "X")]
+    pub temperature: Option<f32>,
+    /// Draw from the N most likely tokens; 0 from all
+    #[arg(long, value_name = "N")]
+    pub top_k: Option<u32>,
+    /// Draw from the most likely tokens that make up this share of probability
+    #[arg(long, value_name = "X")]
+    pub top_p: Option<f32>,
+    /// Draw from tokens at least this fraction as likely as the most likely one
+    #[arg(long, value_name = "X")]
+    pub min_p: Option<f32>,
+    /// Make tokens that have occurred less likely; 1 is off
+    #[arg(long, value_name = "X")]
+    pub repeat_penalty: Option<f32>,
+    /// The same seed gives the same text. Default: another one every time
+    #[arg(long, value_name = "N")]
+    pub seed: Option<u64>,
+    /// End the answer where this text begins. May be given several times
+    #[arg(long, value_name = "TEXT")]
+    pub stop: Vec<String>,
+    #[command(flatten)]
+    pub context: Context,
+}
+
+/// The length of sequences.
+#[derive(Debug, clap::Args)]
+pub struct Context {
+    /// Longest sequence, prompt and answer together. Default: 32768, or the model's own limit if it is lower
+    #[arg(short, long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(2..))]
+    pub ctx_size: Option<u32>,
+}
+
+#[derive(Debug, clap::Args)]
+pub struct Serve {
+    /// Address to listen on
+    #[arg(long, default_value = lily_server::serve::DEFAULT_HOST)]
+    pub host: String,
+    /// Port to listen on; 0 takes a free one
+    #[arg(long, default_value_t = lily_server::serve::DEFAULT_PORT)]
+    pub port: u16,
+    /// What clients must send as `Authorization: Bearer KEY`
+    #[arg(long, env = "LILY_API_KEY", hide_env_values = true, value_name = "KEY")]
+    pub api_key: Option<String>,
+    /// Serve other machines without an API key
+    #[arg(long)]
+    pub insecure: bool,
+    /// Requests worked on side by side; memory is set aside for as many sequences of full length
+    #[arg(long, default_value_t = 4, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256))]
+    pub max_sequences: u32,
+    #[command(flatten)]
+    pub context: Context,
+}
+
+#[derive(Debug, clap::Args)]
+pub struct Inspect {
+    /// A model known by name, instead of --model
+    #[arg(long)]
+    pub preset: Option<Preset>,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+    #[command(flatten)]
+    pub context: Context,
+}
+
+/// A model whose shapes are known without its files.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Preset {
+    /// The demonstration model
+    Demo,
+    /// Qwen3.6-35B-A3B in 4 bits
+    #[value(name = "35b-a3b")]
+    Qwen35bA3b,
+}
+
+#[derive(Debug, clap::Args)]
+pub struct Synth {
+    /// Shapes of the checkpoint
+    #[arg(long)]
+    pub preset: Preset,
+    /// The same seed gives the same bytes
+    #[arg(long, default_value_t = 0, value_name = "N")]
+    pub seed: u64,
+    /// Folder to write into: empty, or not yet there
+    #[arg(long, value_name = "FOLDER")]
+    pub out: PathBuf,
+}
+
+#[derive(Debug, clap::Args)]
+pub struct Logits {
+    /// File with token ids, separated by commas or white space
+    #[arg(long, value_name = "FILE")]
+    pub ids: PathBuf,
+    /// File to write: safetensors with one f32 tensor `logits`, [tokens, vocabulary]
+    #[arg(long, value_name = "FILE")]
+    pub out: PathBuf,
+    /// Compute with the reference implementation: slow, plain f32
+    #[arg(long)]
+    pub reference: bool,
+}
+
+#[derive(Debug, clap::Args)]
+pub struct Eval {
+    /// The text: a UTF-8 file. Control tokens spelled out in it are read as text
+    #[arg(long, value_name = "FILE")]
+    pub text: PathBuf,
+    /// Tokens of a window: the text is cut into pieces of this length, each predicted from its own beginning
+    #[arg(long, default_value_t = 1024, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(2..))]
+    pub window: u32,
+    /// Stop after so many tokens of the text
+    #[arg(long, value_name = "N")]
+    pub max_tokens: Option<usize>,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, clap::Args)]
+pub struct Bench {
+    /// Lengths of prompts to read, separated by commas
+    #[arg(long, default_value = "512", value_delimiter = ',', value_name = "N,...", value_parser = clap::value_parser!(u32).range(1..))]
+    pub prompt_tokens: Vec<u32>,
+    /// Tokens to write after each
+    #[arg(long, default_value_t = 64, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub decode_tokens: u32,
+    /// Measured runs, after one that warms up
+    #[arg(long, default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub repeat: u32,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// A command that can't be meant as it was given.
+#[derive(Debug)]
+pub struct UsageError(pub String);
+
+impl std::fmt::Display for UsageError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for UsageError {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Args::command().debug_assert();
+    }
+}

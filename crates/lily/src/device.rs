@@ -1,0 +1,42 @@
+//! The device that was chosen, as a backend.
+
+use std::sync::Arc;
+
+use anyhow::Result;
+use lily_cpu::CpuBackend;
+use lily_model::backend::Backend;
+use lily_model::config::Config;
+use lily_model::weights::Weights;
+
+use crate::args::{DeviceChoice, Global};
+
+/// What a backend must hold at once.
+pub struct Size {
+    /// Longest sequence, tokens.
+    pub context: u32,
+    /// Sequences of that length.
+    pub sequences: u32,
+    /// Tokens of a step.
+    pub batch_tokens: u32,
+}
+
+/// Opens the device that the command line names, for a model whose weights are loaded.
+pub fn open(
+    global: &Global,
+    config: &Config,
+    weights: &Arc<Weights>,
+    size: Size,
+) -> Result<Box<dyn Backend>> {
+    match global.device {
+        DeviceChoice::Auto | DeviceChoice::Cpu => {
+            let options = lily_cpu::Options {
+                threads: global.threads.map(usize::from),
+                context: size.context,
+                max_sequences: size.sequences,
+                max_batch_tokens: size.batch_tokens,
+                ..lily_cpu::Options::default()
+            };
+            Ok(Box::new(CpuBackend::new(config.clone(), Arc::clone(weights), &options)?))
+        }
+    }
+}

@@ -1,0 +1,71 @@
+//! `lily serve`: the OpenAI-compatible API.
+
+use std::io::{self, Write};
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use anyhow::{Result, bail};
+use lily_server::app::{Limits, ServerState, unix_time};
+use lily_server::serve::{bind, serve as run_server};
+use tokio::net::TcpListener;
+
+use crate::args::{Global, Serve, UsageError};
+use crate::interrupt::{Interrupts, terminated};
+use crate::session::{Session, default_sampling, runtime};
+
+/// Runs the command.
+pub fn serve(args: &Serve, global: &Global) -> Result<()> {
+    let api_key = api_key(args)?;
+    runtime()?.block_on(async {
+        // Before the model: loading one takes time, finding a port in use does not.
+        let listener = bind(&args.host, args.port).await?;
+        if api_key.is_none() && !args.insecure && !listener.local_addr()?.ip().is_loopback() {
+            bail!(UsageError(format!(
+                "{} can be reached from other machines: set --api-key or LILY_API_KEY, or say --insecure to serve \
+                 anybody",
+                args.host
+            )));
+        }
+        let (context, sequences) = (args.context.ctx_size, args.max_sequences);
+        let session = tokio::task::block_in_place(|| Session::start(global, context, sequences))?;
+        serve_session(listener, session, api_key).await
+    })
+}
+
+fn api_key(args: &Serve) -> Result<Option<String>> {
+    match &args.api_key {
+        Some(key) if key.trim().is_empty() => {
+            bail!(UsageError(
+                "the API key is empty: give one, or leave out --api-key and LILY_API_KEY".into()
+            ))
+        }
+        key => Ok(key.clone()),
+    }
+}
+
+async fn serve_session(listener: TcpListener, session: Session, api_key: Option<String>) -> Result<()> {
+    let interrupts = Interrupts::listen()?;
+    let state = ServerState {
+        engine: session.engine,
+        tokenizer: session.model.tokenizer,
+        template: session.model.template,
+        model: session.name,
+        defaults: default_sampling(&session.model.generation),
+        api_key,
+        created: unix_time(),
+        limits: Limits::default(),
+    };
+    let address = listener.local_addr()?;
+    let host = match address.ip() {
+        IpAddr::V6(ip) => format!("[{ip}]"),
+        ip => ip.to_string(),
+    };
+    writeln!(io::stdout(), "listening on http://{host}:{}", address.port())?;
+    let stop = async {
+        tokio::select! {
+            () = interrupts.first() => {}
+            Ok(()) = terminated() => {}
+        }
+    };
+    Ok(run_server(listener, Arc::new(state), stop).await?)
+}

@@ -1,0 +1,57 @@
+use serde_json::Value;
+
+use crate::{assert_refused, output, path, stdout};
+
+fn json(args: &[&str]) -> Value {
+    serde_json::from_str(stdout(&output(args))).unwrap()
+}
+
+#[test]
+fn the_real_models_numbers() {
+    let report = json(&["inspect", "--preset", "35b-a3b", "--ctx-size", "262144", "--json"]);
+    assert_eq!(report["weights"]["bytes"], 19_508_787_456_u64);
+    assert_eq!(report["weights"]["bytes_per_decoded_token"], 1_669_561_728);
+    assert_eq!(report["shapes"]["layers"], 40);
+    assert_eq!(report["shapes"]["moe"]["experts"], 256);
+    let bf16 = &report["state"][1];
+    assert_eq!(bf16["kv_bytes_per_token"], 20_480);
+    // 62.9 MB of recurrent state and 2.9 MB of convolution state.
+    assert_eq!(bf16["fixed_bytes"], 62_914_560 + 2_949_120);
+    assert_eq!(bf16["bytes_at_context"], 65_863_680_u64 + 20_480 * 262_144);
+    let cpu = &report["state"][0];
+    assert_eq!(cpu["held_by"], "cpu");
+    assert_eq!(cpu["kv_bytes_per_token"], 40_960);
+    let memory = 19_508_787_456_u64 + 65_863_680 + 40_960 * 262_144;
+    assert_eq!(cpu["memory_bytes"], memory);
+}
+
+#[test]
+fn people_get_a_table() {
+    let done = output(&["inspect", "--preset", "35b-a3b"]);
+    for words in ["35b-a3b: 34,660,610,688 parameters", "18,119,393,280", "20,480 bytes", "1,669,561,728"] {
+        assert!(stdout(&done).contains(words), "{words}: {}", stdout(&done));
+    }
+}
+
+#[test]
+fn the_built_in_model_and_its_preset_are_the_same() {
+    let (mut model, mut preset) =
+        (json(&["inspect", "--json"]), json(&["inspect", "--preset", "demo", "--json"]));
+    assert_eq!((model["model"].take(), preset["model"].take()), ("lily-demo".into(), "demo".into()));
+    assert_eq!(model, preset);
+}
+
+#[test]
+fn a_folder_needs_nothing_but_its_config() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = include_bytes!("../../../../tests/data/nano/mlx-4bit/config.json");
+    std::fs::write(folder.path().join("config.json"), config).unwrap();
+    let report = json(&["inspect", "--model", path(folder.path()), "--json"]);
+    assert_eq!(report["shapes"]["hidden_size"], 64);
+    assert_eq!(report["model"], folder.path().file_name().unwrap().to_str().unwrap());
+}
+
+#[test]
+fn an_unknown_preset_is_refused() {
+    assert_refused(&output(&["inspect", "--preset", "7b"]), 2, &["7b", "demo", "35b-a3b"]);
+}

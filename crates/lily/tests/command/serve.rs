@@ -1,0 +1,90 @@
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::process::{Child, Stdio};
+use std::time::Duration;
+
+use crate::{assert_refused, lily, output};
+
+/// A server on a free port.
+pub struct Server {
+    pub process: Child,
+    port: u16,
+}
+
+impl Server {
+    pub fn start(options: &[&str]) -> Self {
+        let args = [&["serve", "--port", "0"][..], options].concat();
+        let mut process = lily(&args).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+        let mut line = String::new();
+        BufReader::new(process.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+        let address =
+            line.strip_prefix("listening on http://127.0.0.1:").unwrap_or_else(|| panic!("{line:?}"));
+        Self { process, port: address.trim().parse().unwrap() }
+    }
+
+    /// Sends a request; what comes back can be read from the stream.
+    pub fn send(&self, method: &str, path: &str, headers: &str, body: &str) -> TcpStream {
+        let mut stream = TcpStream::connect(("127.0.0.1", self.port)).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        let length = body.len();
+        write!(
+            stream,
+            "{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nContent-Length: {length}\r\n\
+             Content-Type: application/json\r\n{headers}\r\n{body}"
+        )
+        .unwrap();
+        stream
+    }
+
+    fn answer(&self, method: &str, path: &str, headers: &str, body: &str) -> String {
+        let mut text = String::new();
+        self.send(method, path, headers, body).read_to_string(&mut text).unwrap();
+        text
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // Fails if it has ended.
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+#[test]
+fn it_answers_where_it_says_it_listens() {
+    let server = Server::start(&["--ctx-size", "512"]);
+    assert!(server.answer("GET", "/health", "", "").starts_with("HTTP/1.1 200"));
+    let models = server.answer("GET", "/v1/models", "", "");
+    assert!(models.contains("\"lily-demo\"") && models.contains("512"), "{models}");
+    let body = r#"{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}"#;
+    let reply = server.answer("POST", "/v1/chat/completions", "", body);
+    assert!(reply.starts_with("HTTP/1.1 200") && reply.contains("\"completion_tokens\":3"), "{reply}");
+}
+
+#[test]
+fn the_key_is_asked_for() {
+    let server = Server::start(&["--api-key", "sesame"]);
+    assert!(server.answer("GET", "/v1/models", "", "").starts_with("HTTP/1.1 401"));
+    let headers = "Authorization: Bearer sesame\r\n";
+    assert!(server.answer("GET", "/v1/models", headers, "").starts_with("HTTP/1.1 200"));
+}
+
+#[test]
+fn a_port_in_use_is_refused_by_number() {
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port().to_string();
+    assert_refused(
+        &output(&["serve", "--port", &port]),
+        1,
+        &[&format!("port {port} on 127.0.0.1 is in use")],
+    );
+}
+
+#[test]
+fn other_machines_are_not_served_without_a_key() {
+    let done = output(&["serve", "--host", "0.0.0.0", "--port", "0"]);
+    assert_refused(&done, 2, &["0.0.0.0 can be reached from other machines", "--api-key", "--insecure"]);
+    let done = output(&["serve", "--port", "0", "--api-key", " "]);
+    assert_refused(&done, 2, &["the API key is empty"]);
+}
