@@ -3,6 +3,7 @@
 //! Prefill is the prompt's tokens over the time to the first token; decode is greedy, over the tokens after
 //! it, none of which visits the host in between. A run of the same shape warms up first.
 
+use std::io::{self, Write};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -55,7 +56,7 @@ pub fn bench(args: &Bench, global: &Global) -> Result<()> {
         results.push(measure(&mut *backend, prompt_tokens, args, &mut || bar.inc(1))?);
     }
     bar.finish_and_clear();
-    print(&results, backend.limits().name.as_str(), &source.name, args);
+    print(&results, &backend.limits().name, &source.name, args)?;
     Ok(())
 }
 
@@ -105,7 +106,8 @@ fn step(backend: &mut dyn Backend, seq: SeqId, start: u32, tokens: Tokens, want:
     Ok(())
 }
 
-fn print(results: &[Measured], device: &str, model: &str, args: &Bench) {
+fn print(results: &[Measured], device: &str, model: &str, args: &Bench) -> io::Result<()> {
+    let mut out = io::stdout().lock();
     let median = |sorted: &[f64]| sorted[sorted.len() / 2];
     if args.json {
         let row = |m: &Measured| {
@@ -119,19 +121,15 @@ fn print(results: &[Measured], device: &str, model: &str, args: &Bench) {
             })
         };
         let results: Value = results.iter().map(row).collect();
-        println!("{:#}", json!({"model": model, "device": device, "results": results}));
-        return;
+        return writeln!(out, "{:#}", json!({"model": model, "device": device, "results": results}));
     }
-    println!("{model} on {device}, {} runs: median (lowest to highest), tokens a second", args.repeat);
+    writeln!(out, "{model} on {device}, {} runs: median (lowest to highest), tokens a second", args.repeat)?;
     for m in results {
         let spread = |sorted: &[f64]| {
             format!("{:.1} ({:.1} to {:.1})", median(sorted), sorted[0], sorted[sorted.len() - 1])
         };
-        println!(
-            "prompt {:>6}   prefill {:<28} decode {}",
-            m.prompt_tokens,
-            spread(&m.prefill),
-            spread(&m.decode)
-        );
+        let (prefill, decode) = (spread(&m.prefill), spread(&m.decode));
+        writeln!(out, "prompt {:>6}   prefill {prefill:<28} decode {decode}", m.prompt_tokens)?;
     }
+    Ok(())
 }

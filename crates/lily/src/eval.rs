@@ -1,6 +1,7 @@
 //! `lily eval`: how well the model predicts a text.
 
 use std::fs;
+use std::io::{self, Write};
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
@@ -57,7 +58,7 @@ pub fn eval(args: &Eval, global: &Global) -> Result<()> {
         })?;
     }
     bar.finish_and_clear();
-    score.print(args.json, &source.name, start.elapsed().as_secs_f64());
+    score.print(args.json, &source.name, start.elapsed().as_secs_f64())?;
     Ok(())
 }
 
@@ -72,7 +73,8 @@ impl Score {
         self.top_1 += u64::from(best == id);
     }
 
-    fn print(&self, as_json: bool, model: &str, seconds: f64) {
+    fn print(&self, as_json: bool, model: &str, seconds: f64) -> io::Result<()> {
+        let mut out = io::stdout().lock();
         let tokens = self.tokens as f64;
         let nll = self.nll / tokens;
         let bits_per_byte = self.nll / std::f64::consts::LN_2 / self.bytes as f64;
@@ -82,12 +84,11 @@ impl Score {
                 "model": model, "tokens": self.tokens, "bytes": self.bytes, "nll_per_token": nll,
                 "perplexity": nll.exp(), "bits_per_byte": bits_per_byte, "top_1": accuracy, "seconds": seconds,
             });
-            println!("{result:#}");
-            return;
+            return writeln!(out, "{result:#}");
         }
-        println!("{} tokens, {} bytes of text, {seconds:.1} s", self.tokens, self.bytes);
-        println!("negative log-likelihood  {nll:.4} nats a token (perplexity {:.3})", nll.exp());
-        println!("bits per byte            {bits_per_byte:.4}");
-        println!("most likely token right  {:.1} %", 100.0 * accuracy);
+        writeln!(out, "{} tokens, {} bytes of text, {seconds:.1} s", self.tokens, self.bytes)?;
+        writeln!(out, "negative log-likelihood  {nll:.4} nats a token (perplexity {:.3})", nll.exp())?;
+        writeln!(out, "bits per byte            {bits_per_byte:.4}")?;
+        writeln!(out, "most likely token right  {:.1} %", 100.0 * accuracy)
     }
 }

@@ -3,6 +3,7 @@
 
 mod chat;
 mod clients;
+mod demo;
 mod inspect;
 mod logits;
 mod model_35b;
