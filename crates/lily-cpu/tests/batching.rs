@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{Goldens, Model, feed, load, rows, segment, step};
+use common::{Goldens, Model, demo, feed, load, rows, run, segment, step};
 use lily_cpu::CpuBackend;
 use lily_model::backend::{Backend, Output, Rows, SeqId, Want};
 use proptest::prelude::*;
@@ -108,6 +108,27 @@ fn an_exported_snapshot_resumes_in_another_process() {
     assert!(second.import(&bytes[..bytes.len() - 1]).is_err());
     let e = load("dense").backend().import(&bytes).unwrap_err().to_string();
     assert!(e.contains("another model"), "{e}");
+}
+
+/// A conversation that goes on from its prefix's snapshot says what a fresh one says, at the trained model's
+/// production head sizes, and as often as the snapshot is used.
+#[test]
+fn a_reused_prefix_continues_as_a_fresh_prompt_does() {
+    let model = demo();
+    let ids: Vec<u32> = (0..200).map(|i| 300 + i * 37 % 5000).collect();
+    let mut backend = model.backend();
+    let fresh = backend.create(232).unwrap();
+    let expected = run(&ids, |start, ids| feed(&mut backend, fresh, start, ids)).tokens;
+    let prefix = backend.create(150).unwrap();
+    feed(&mut backend, prefix, 0, &ids[..150]);
+    let snapshot = backend.snapshot(prefix).unwrap();
+    backend.free(prefix).unwrap();
+    for _ in 0..2 {
+        let seq = backend.resume(snapshot, 232).unwrap();
+        let got = run(&ids[150..], |start, ids| feed(&mut backend, seq, 150 + start, ids)).tokens;
+        assert_eq!(got, expected);
+        backend.free(seq).unwrap();
+    }
 }
 
 /// What a test may do with a sequence or a snapshot.

@@ -32,7 +32,16 @@ pub struct Model {
 }
 
 pub fn load(form: &str) -> Model {
-    let files = ModelFiles::folder(folder(form)).unwrap();
+    load_folder(folder(form))
+}
+
+/// The trained demonstration model.
+pub fn demo() -> Model {
+    load_folder(PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../models/demo"))
+}
+
+fn load_folder(folder: PathBuf) -> Model {
+    let files = ModelFiles::folder(folder).unwrap();
     let config = Config::from_json(&files.open("config.json").unwrap()).unwrap();
     let weights = Weights::load(&Checkpoint::open(&files).unwrap(), &config).unwrap();
     Model { config, weights: Arc::new(weights) }
