@@ -1,7 +1,7 @@
 //! How a token is drawn from a row of logits. This is part of the contract of a device: the same request
 //! gives the same text on every backend, on its own or in a batch.
 //!
-//! Order, as in vLLM and transformers: mask, logit bias, penalties, temperature, top-k, top-p, min-p. The
+//! Order, as in vLLM and transformers: logit bias, penalties, mask, temperature, top-k, top-p, min-p. The
 //! draw is the Gumbel-max trick: the candidate with the largest `logit + gumbel(seed, position, token)`
 //! wins. It needs no sum over the vocabulary, so its result does not depend on the order of additions, and
 //! the random number of a token depends on nothing but the request's seed, the position and the token.
@@ -30,7 +30,7 @@ pub struct SampleParams {
     pub generated_from: u32,
     /// Added to the logits of single tokens.
     pub logit_bias: Arc<[(u32, f32)]>,
-    /// A bit per token, lowest first; 0 forbids it. `None` allows all.
+    /// A bit per token, lowest first; 0 forbids it, and at least one must be 1. `None` allows all.
     pub mask: Option<Arc<[u32]>>,
     /// Key of the random numbers.
     pub seed: u64,
@@ -140,7 +140,7 @@ fn most_likely_first(a: &(u32, f32), b: &(u32, f32)) -> Ordering {
     b.1.total_cmp(&a.1).then(a.0.cmp(&b.0))
 }
 
-/// Mask, bias and penalties.
+/// Bias, penalties and mask.
 fn adjust(logits: &mut [f32], history: &[u32], p: &SampleParams) {
     for &(token, bias) in p.logit_bias.iter() {
         if let Some(x) = logits.get_mut(token as usize) {
