@@ -25,7 +25,7 @@ pub struct Options {
     pub context: u32,
     /// Sequences of full length that the state budget holds.
     pub max_sequences: u32,
-    /// Most tokens in one step; activations take about 100 KB a token at the real model's width.
+    /// Most tokens in one step; activations take about 0.3 MB a token at the real model's width.
     pub max_batch_tokens: u32,
     /// Instructions to use.
     pub isa: Isa,
@@ -91,6 +91,20 @@ impl CpuBackend {
     fn new_id(&mut self) -> u64 {
         self.next_id += 1;
         self.next_id
+    }
+
+    /// Takes a sequence whose memory is reserved.
+    fn add_sequence(&mut self, sequence: Sequence) -> SeqId {
+        let id = SeqId(self.new_id());
+        self.sequences.insert(id, sequence);
+        id
+    }
+
+    fn add_snapshot(&mut self, frozen: Sequence) -> Result<SnapshotId, BackendError> {
+        self.reserve(frozen.capacity)?;
+        let id = SnapshotId(self.new_id());
+        self.snapshots.insert(id, frozen);
+        Ok(id)
     }
 
     fn sequence(&self, id: SeqId) -> Result<&Sequence, BackendError> {
@@ -187,9 +201,7 @@ impl Backend for CpuBackend {
 
     fn create(&mut self, capacity: u32) -> Result<SeqId, BackendError> {
         self.reserve(capacity as usize)?;
-        let id = SeqId(self.new_id());
-        self.sequences.insert(id, Sequence::new(&self.config, capacity as usize));
-        Ok(id)
+        Ok(self.add_sequence(Sequence::new(&self.config, capacity as usize)))
     }
 
     fn resume(&mut self, snapshot: SnapshotId, capacity: u32) -> Result<SeqId, BackendError> {
@@ -197,9 +209,7 @@ impl Backend for CpuBackend {
         let capacity = (capacity as usize).max(sequence.tokens.len());
         self.reserve(capacity)?;
         sequence.grow(&self.config, capacity);
-        let id = SeqId(self.new_id());
-        self.sequences.insert(id, sequence);
-        Ok(id)
+        Ok(self.add_sequence(sequence))
     }
 
     fn free(&mut self, seq: SeqId) -> Result<(), BackendError> {
@@ -211,11 +221,7 @@ impl Backend for CpuBackend {
 
     /// The snapshot is charged as if it shared nothing: the sequence may be freed and leave it all.
     fn snapshot(&mut self, seq: SeqId) -> Result<SnapshotId, BackendError> {
-        let frozen = self.sequence(seq)?.freeze();
-        self.reserve(frozen.capacity)?;
-        let id = SnapshotId(self.new_id());
-        self.snapshots.insert(id, frozen);
-        Ok(id)
+        self.add_snapshot(self.sequence(seq)?.freeze())
     }
 
     fn forget(&mut self, snapshot: SnapshotId) -> Result<(), BackendError> {
@@ -232,10 +238,7 @@ impl Backend for CpuBackend {
     fn import(&mut self, bytes: &[u8]) -> Result<SnapshotId, BackendError> {
         let sequence =
             export::from_bytes(&self.config, &self.weights, bytes).map_err(BackendError::InvalidSnapshot)?;
-        self.reserve(sequence.capacity)?;
-        let id = SnapshotId(self.new_id());
-        self.snapshots.insert(id, sequence);
-        Ok(id)
+        self.add_snapshot(sequence)
     }
 
     fn state_bytes(&self, capacity: u32) -> u64 {
