@@ -1,4 +1,4 @@
-//! The gated attention block. Its formulas are model-spec's section 4; [`crate::reference`] has them plainly.
+//! The gated attention block. Its formulas are docs/model-spec.md, section 4; [`crate::reference`] has them plainly.
 
 use std::sync::Arc;
 

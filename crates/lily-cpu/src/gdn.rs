@@ -1,4 +1,4 @@
-//! The Gated DeltaNet block. Its formulas are model-spec's section 3; [`crate::reference`] has them plainly.
+//! The Gated DeltaNet block. Its formulas are docs/model-spec.md, section 3; [`crate::reference`] has them plainly.
 
 use std::sync::Arc;
 

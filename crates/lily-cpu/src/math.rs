@@ -1,4 +1,4 @@
-//! Scalar functions and norms, f32, as model-spec writes them.
+//! Scalar functions and norms, f32, as docs/model-spec.md writes them.
 
 /// `1 / (1 + e^-x)`.
 #[inline]

@@ -1,4 +1,4 @@
-//! The mixture of experts. Its formulas are model-spec's section 5; [`crate::reference`] has them plainly.
+//! The mixture of experts. Its formulas are docs/model-spec.md, section 5; [`crate::reference`] has them plainly.
 
 use lily_model::weights::{Expert, Moe};
 use rayon::prelude::*;

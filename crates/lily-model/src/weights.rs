@@ -234,7 +234,7 @@ impl<'a> Loader<'a> {
                 info!("skipped {what}: {count} tensors {prefix}*, {bytes} bytes; only text is served");
             }
         }
-        // The shape of a convolution is the one sign that no writer gets wrong; see model-spec, section 5.
+        // The shape of a convolution is the one sign that no writer gets wrong; see docs/model-spec.md, section 5.
         let conv = unused.iter().find(|(key, _)| key.ends_with(".conv1d.weight"));
         let mlx = conv.is_some_and(|(_, (_, tensor))| tensor.shape.last() == Some(&1));
         Ok(Self { config, layout: if mlx { Layout::Mlx } else { Layout::HuggingFace }, unused })
