@@ -106,9 +106,14 @@ fn step(backend: &mut dyn Backend, seq: SeqId, start: u32, tokens: Tokens, want:
     Ok(())
 }
 
+/// The middle of sorted values, or of the two in the middle.
+fn median(sorted: &[f64]) -> f64 {
+    let n = sorted.len();
+    (sorted[(n - 1) / 2] + sorted[n / 2]) / 2.0
+}
+
 fn print(results: &[Measured], device: &str, model: &str, args: &Bench) -> io::Result<()> {
     let mut out = io::stdout().lock();
-    let median = |sorted: &[f64]| sorted[sorted.len() / 2];
     if args.json {
         let row = |m: &Measured| {
             json!({
@@ -132,4 +137,16 @@ fn print(results: &[Measured], device: &str, model: &str, args: &Bench) -> io::R
         writeln!(out, "prompt {:>6}   prefill {prefill:<28} decode {decode}", m.prompt_tokens)?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::median;
+
+    #[test]
+    fn the_median_of_an_even_number_lies_between_the_middle_two() {
+        assert_eq!(median(&[1.0, 2.0, 9.0]), 2.0);
+        assert_eq!(median(&[1.0, 2.0, 4.0, 9.0]), 3.0);
+        assert_eq!(median(&[5.0]), 5.0);
+    }
 }
