@@ -3,8 +3,9 @@
 
 WEIGHTS holds weights-*.safetensors as train.py writes them. Writes the Hugging Face checkpoint (bf16) to HF and the MLX
 4-bit checkpoint to MLX: affine, groups of 64, router gates and shared_expert_gate in 8 bits, made by mlx-lm's own
-conversion. The MTP head, which that conversion drops, is added to the MLX file under the prefix `mtp.` in the form of
-every other layer there (norms hold 1 + w, gate_up is split, matrices are quantised); mtp.fc and norms stay bf16."""
+conversion. The MTP head, which that conversion drops, is added to the MLX file under its Hugging Face names and in that
+form (norms hold w, experts.gate_up_proj is one tensor): a matrix holds codes, its scales and biases stand beside it under
+the name without `.weight`; mtp.fc and norms stay bf16."""
 import argparse
 import hashlib
 import json
@@ -43,29 +44,21 @@ def write_hf(weights, folder, c):
     return state
 
 
-def mtp_in_mlx_form(state):
-    out, norms = {}, ("layernorm.weight", "_norm.weight", "mtp.norm.weight", "norm_hidden.weight", "norm_embedding.weight")
+def bits_of(path):
+    return 8 if path.endswith(("mlp.gate", "shared_expert_gate")) else 4
 
-    def quantise(path, w, bits=4):
-        for name, x in zip(("weight", "scales", "biases"), mx.quantize(w, 64, bits)):
-            out[f"{path}.{name}"] = x
 
+def mtp_tensors(state):
+    out = {}
     for k, v in state.items():
         if not k.startswith("mtp."):
             continue
         w = mx.array(v.float().numpy()).astype(mx.bfloat16)
-        if k.endswith(norms):
-            out[k] = w + 1
-        elif k.endswith("experts.gate_up_proj"):
-            gate, up = mx.split(w, 2, axis=1)
-            quantise(k.replace("experts.gate_up_proj", "switch_mlp.gate_proj"), gate)
-            quantise(k.replace("experts.gate_up_proj", "switch_mlp.up_proj"), up)
-        elif k.endswith("experts.down_proj"):
-            quantise(k.replace("experts.down_proj", "switch_mlp.down_proj"), w)
-        elif k == "mtp.fc.weight":
+        if v.dim() == 1 or k == "mtp.fc.weight":
             out[k] = w
-        else:
-            quantise(k.removesuffix(".weight"), w, 8 if k.endswith(("mlp.gate.weight", "shared_expert_gate.weight")) else 4)
+            continue
+        path = k.removesuffix(".weight")
+        out[k], out[path + ".scales"], out[path + ".biases"] = mx.quantize(w, 64, bits_of(path))
     return out
 
 
@@ -74,7 +67,7 @@ def write_mlx(hf, folder, state):
     convert(str(hf), mlx_path=str(folder), quantize=True, q_group_size=64, q_bits=4)
     tensors = dict(mx.load(str(folder / "model.safetensors")))
     mx.eval(tensors)
-    tensors.update(mtp_in_mlx_form(state))
+    tensors.update(mtp_tensors(state))
     mx.save_safetensors(str(folder / "model.safetensors"), tensors, metadata={"format": "mlx"})
     made, given = json.loads((folder / "config.json").read_text()), json.loads((hf / "config.json").read_text())
     quantization = {**made["quantization"]}
@@ -94,17 +87,17 @@ def check(state, tensors):
     """Every stored matrix must be what training saw: fake quantisation of the bf16 weights, bit for bit."""
     for k, v in state.items():
         path = k.replace("model.language_model.", "language_model.model.", 1) if k.startswith("model.") else k if k.startswith("mtp.") else "language_model." + k
-        parts = [path.removesuffix(".weight")]
-        w = v.float()
-        if k.endswith("experts.gate_up_proj"):
-            parts = [path.replace("experts.gate_up_proj", f"switch_mlp.{n}_proj") for n in ("gate", "up")]
-        elif k.endswith("experts.down_proj"):
-            parts = [path.replace("experts.down_proj", "switch_mlp.down_proj")]
-        if parts[0] + ".scales" not in tensors:
+        names = [path]
+        if not k.startswith("mtp.") and k.endswith("experts.gate_up_proj"):
+            names = [path.replace("experts.gate_up_proj", f"switch_mlp.{n}_proj.weight") for n in ("gate", "up")]
+        elif not k.startswith("mtp.") and k.endswith("experts.down_proj"):
+            names = [path.replace("experts.down_proj", "switch_mlp.down_proj.weight")]
+        paths = [n.removesuffix(".weight") for n in names]
+        if paths[0] + ".scales" not in tensors:
             continue
-        bits = 8 if parts[0].endswith(("mlp.gate", "shared_expert_gate")) else 4
-        got = [np.array(mx.dequantize(tensors[p + ".weight"], tensors[p + ".scales"].astype(mx.float32), tensors[p + ".biases"].astype(mx.float32), 64, bits)) for p in parts]
-        assert np.array_equal(np.concatenate(got, -2), M.affine_values(w, bits).numpy()), k
+        bits = bits_of(paths[0])
+        got = [np.array(mx.dequantize(tensors[n], tensors[p + ".scales"].astype(mx.float32), tensors[p + ".biases"].astype(mx.float32), 64, bits)) for n, p in zip(names, paths)]
+        assert np.array_equal(np.concatenate(got, -2), M.affine_values(v.float(), bits).numpy()), k
 
 
 def main():

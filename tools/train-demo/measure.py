@@ -32,7 +32,8 @@ def own_config(folder):
 
 
 def own_state(folder):
-    """The folder's tensors as f32 by the names of model.py; 4-bit matrices are unpacked, norms centred on zero again."""
+    """The folder's tensors as f32 by the names of model.py; 4-bit matrices are unpacked, norms centred on zero again.
+    `mtp.*` has its Hugging Face form in both exports, so there only matrices are unpacked."""
     import mlx.core as mx
     mx.set_default_device(mx.cpu)
     raw = mx.load(str(folder / "model.safetensors"))
@@ -47,10 +48,10 @@ def own_state(folder):
             v = mx.dequantize(v, raw[path + ".scales"].astype(mx.float32), raw[path + ".biases"].astype(mx.float32), q["group_size"], q["bits"])
         t = torch.from_numpy(np.array(v.astype(mx.float32)))
         name = k.replace("language_model.model.", "model.").replace("model.language_model.", "model.").replace("language_model.lm_head", "lm_head")
-        if "quantization" in config:
+        if "quantization" in config and not name.startswith("mtp."):
             if name.endswith("conv1d.weight"):
                 t = t.movedim(-1, 1)
-            if name.endswith(("layernorm.weight", "_norm.weight", "model.norm.weight", "mtp.norm.weight", "norm_hidden.weight", "norm_embedding.weight")):
+            if name.endswith(("layernorm.weight", "_norm.weight", "model.norm.weight")):
                 t = t - 1
         out[name] = t
     for k in [k for k in out if k.endswith("switch_mlp.gate_proj.weight")]:
