@@ -36,6 +36,27 @@ def test_a_stop_string_ends_the_answer(lily):
     assert reply.choices[0].finish_reason == "stop"
 
 
+def test_the_next_turn_reads_only_what_is_new(lily):
+    messages = [
+        {"role": "system", "content": "You are a careful assistant who answers in one sentence, always."},
+        {"role": "user", "content": "What is the capital of Norway?"},
+    ]
+    ask = lily.client().chat.completions.create
+    # With its thought, which the next prompt leaves out.
+    first = ask(model="lily", temperature=0, messages=messages)
+    messages += [
+        {"role": "assistant", "content": first.choices[0].message.content},
+        {"role": "user", "content": "And of Spain?"},
+    ]
+    apart = ask(model="lily", temperature=0, messages=messages, extra_body={"cache_prompt": False})
+    assert apart.usage.prompt_tokens_details.cached_tokens == 0
+    second = ask(model="lily", temperature=0, messages=messages)
+    # All of the first prompt but the opening of its reply.
+    cached = second.usage.prompt_tokens_details.cached_tokens
+    assert 0 < first.usage.prompt_tokens - cached < 10
+    assert second.choices[0].message == apart.choices[0].message
+
+
 def test_a_long_text_does_not_decay(lily):
     messages = [{"role": "user", "content": "Tell me a story about a fox"}]
     reply = lily.client().chat.completions.create(

@@ -9,11 +9,13 @@ use lily_model::backend::{
 use lily_model::config::Config;
 use lily_model::weights::Weights;
 
+use smallvec::{SmallVec, smallvec};
+
 use crate::device::{Device, Isa, ThreadError};
 use crate::export;
-use crate::forward::{self, Step};
+use crate::forward::{self, Workspace};
 use crate::head;
-use crate::state::{self, Sequence};
+use crate::state::{self, Kind, Sequence};
 use crate::tap::{Tap, no_tap};
 
 /// Settings of the backend.
@@ -29,11 +31,20 @@ pub struct Options {
     pub max_batch_tokens: u32,
     /// Instructions to use.
     pub isa: Isa,
+    /// Computes with f32 activations and an f32 cache instead of int8 and bf16: slower, for verification.
+    pub exact: bool,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { threads: None, context: 4096, max_sequences: 4, max_batch_tokens: 512, isa: Isa::detect() }
+        Self {
+            threads: None,
+            context: 4096,
+            max_sequences: 4,
+            max_batch_tokens: 512,
+            isa: Isa::detect(),
+            exact: false,
+        }
     }
 }
 
@@ -42,6 +53,8 @@ pub struct CpuBackend {
     config: Config,
     weights: Arc<Weights>,
     device: Device,
+    kind: Kind,
+    workspace: Workspace,
     limits: Limits,
     sequences: HashMap<SeqId, Sequence>,
     snapshots: HashMap<SnapshotId, Sequence>,
@@ -53,19 +66,23 @@ pub struct CpuBackend {
 impl CpuBackend {
     /// Starts the threads; weights are shared, not copied.
     pub fn new(config: Config, weights: Arc<Weights>, options: &Options) -> Result<Self, ThreadError> {
-        let device = Device::new(options.threads, options.isa)?;
+        let device = Device::new(options.threads, options.isa, options.exact)?;
+        let kind = cache_kind(options.exact);
         let limits = Limits {
             name: device.name(),
             vocab_size: config.vocab_size as u32,
             context: options.context,
             max_batch_tokens: options.max_batch_tokens,
             max_segments: options.max_batch_tokens,
-            state_budget: u64::from(options.max_sequences) * state::bytes(&config, options.context as usize),
+            state_budget: u64::from(options.max_sequences)
+                * state::bytes(&config, kind, options.context as usize),
         };
         Ok(Self {
             config,
             weights,
             device,
+            kind,
+            workspace: Workspace::default(),
             limits,
             sequences: HashMap::new(),
             snapshots: HashMap::new(),
@@ -81,7 +98,7 @@ impl CpuBackend {
         let ids: Vec<SeqId> = batch.segments.iter().map(|s| s.seq).collect();
         // Taken out for the step, so that each can be borrowed on its own; `check` has seen them all.
         let mut sequences: Vec<Sequence> = ids.iter().filter_map(|id| self.sequences.remove(id)).collect();
-        let output = self.step(batch, inputs, &mut sequences, tap);
+        let output = self.step(batch, &inputs, &mut sequences, tap);
         self.sequences.extend(ids.into_iter().zip(sequences));
         let id = self.new_id();
         self.finished.push_back((Ticket(id), output));
@@ -116,7 +133,7 @@ impl CpuBackend {
     }
 
     fn reserve(&mut self, capacity: usize) -> Result<(), BackendError> {
-        let (needed, available) = (state::bytes(&self.config, capacity), self.free_bytes());
+        let (needed, available) = (state::bytes(&self.config, self.kind, capacity), self.free_bytes());
         let context = self.limits.context;
         if capacity > context as usize {
             return Err(BackendError::TooLong { capacity: capacity as u32, context });
@@ -129,18 +146,18 @@ impl CpuBackend {
     }
 
     /// Checks every rule of a batch before anything changes. Returns the token ids of each segment.
-    fn check(&self, batch: &Batch) -> Result<Vec<Vec<u32>>, BackendError> {
+    fn check(&self, batch: &Batch) -> Result<SmallVec<[SmallVec<[u32; 1]>; 4]>, BackendError> {
         let invalid = |problem: String| Err(BackendError::InvalidBatch(problem));
         let mut seen = HashSet::new();
-        let mut inputs = Vec::with_capacity(batch.segments.len());
+        let mut inputs = SmallVec::new();
         for segment in &batch.segments {
             let (id, sequence) = (segment.seq.0, self.sequence(segment.seq)?);
             if !seen.insert(segment.seq) {
                 return invalid(format!("sequence {id} has two segments"));
             }
-            let ids = match (&segment.tokens, sequence.sampled) {
-                (Tokens::Ids(ids), _) => ids.clone(),
-                (Tokens::LastSampled, Some(token)) => vec![token],
+            let ids: SmallVec<[u32; 1]> = match (&segment.tokens, sequence.sampled) {
+                (Tokens::Ids(ids), _) => SmallVec::from_slice(ids),
+                (Tokens::LastSampled, Some(token)) => smallvec![token],
                 (Tokens::LastSampled, None) => {
                     return invalid(format!("sequence {id} has sampled nothing yet"));
                 }
@@ -162,7 +179,7 @@ impl CpuBackend {
             }
             inputs.push(ids);
         }
-        let (tokens, most) = (inputs.iter().map(Vec::len).sum::<usize>(), self.limits.max_batch_tokens);
+        let (tokens, most) = (inputs.iter().map(SmallVec::len).sum::<usize>(), self.limits.max_batch_tokens);
         if tokens > most as usize {
             return invalid(format!("{tokens} tokens in a step, the most is {most}"));
         }
@@ -170,28 +187,35 @@ impl CpuBackend {
     }
 
     fn step(
-        &self,
+        &mut self,
         batch: &Batch,
-        inputs: Vec<Vec<u32>>,
+        inputs: &[SmallVec<[u32; 1]>],
         sequences: &mut [Sequence],
         tap: Tap<'_>,
     ) -> StepOutput {
         if inputs.is_empty() {
             return Vec::new();
         }
-        let segments: Vec<_> =
-            sequences.iter().zip(&inputs).map(|(s, ids)| (s.tokens.len(), ids.len())).collect();
-        let step = Step::new(&self.config, &self.device, &segments);
-        let tokens = inputs.concat();
-        self.device.pool.install(|| {
-            let x = forward::layers(&step, &self.weights, &tokens, sequences, tap);
-            for (sequence, ids) in sequences.iter_mut().zip(&inputs) {
-                sequence.tokens.extend_from_slice(ids);
-                sequence.sampled = None;
-            }
-            head::forward(&step, &self.weights, batch, &x, sequences)
-        })
+        let segments = sequences.iter().zip(inputs).map(|(s, ids)| (s.tokens.len(), ids.len()));
+        let (step, routes) = self.workspace.step(&self.config, &self.device, segments);
+        let tokens: SmallVec<[u32; 32]> = inputs.iter().flatten().copied().collect();
+        let x = forward::layers(&step, &self.weights, &tokens, sequences, routes, tap);
+        for (sequence, ids) in sequences.iter_mut().zip(inputs) {
+            sequence.tokens.extend_from_slice(ids);
+            sequence.sampled = None;
+        }
+        head::forward(&step, &self.weights, batch, &x, sequences)
     }
+}
+
+/// What K/V is kept as.
+fn cache_kind(exact: bool) -> Kind {
+    if exact { Kind::F32 } else { Kind::Bf16 }
+}
+
+/// Bytes of state that a sequence of `capacity` tokens holds.
+pub fn state_bytes(config: &Config, exact: bool, capacity: usize) -> u64 {
+    state::bytes(config, cache_kind(exact), capacity)
 }
 
 impl Backend for CpuBackend {
@@ -201,20 +225,20 @@ impl Backend for CpuBackend {
 
     fn create(&mut self, capacity: u32) -> Result<SeqId, BackendError> {
         self.reserve(capacity as usize)?;
-        Ok(self.add_sequence(Sequence::new(&self.config, capacity as usize)))
+        Ok(self.add_sequence(Sequence::new(&self.config, self.kind, capacity as usize)))
     }
 
     fn resume(&mut self, snapshot: SnapshotId, capacity: u32) -> Result<SeqId, BackendError> {
         let mut sequence = self.snapshot_state(snapshot)?.clone();
         let capacity = (capacity as usize).max(sequence.tokens.len());
         self.reserve(capacity)?;
-        sequence.grow(&self.config, capacity);
+        sequence.grow(&self.config, self.kind, capacity);
         Ok(self.add_sequence(sequence))
     }
 
     fn free(&mut self, seq: SeqId) -> Result<(), BackendError> {
         let capacity = self.sequence(seq)?.capacity;
-        self.reserved -= state::bytes(&self.config, capacity);
+        self.reserved -= state::bytes(&self.config, self.kind, capacity);
         self.sequences.remove(&seq);
         Ok(())
     }
@@ -226,23 +250,23 @@ impl Backend for CpuBackend {
 
     fn forget(&mut self, snapshot: SnapshotId) -> Result<(), BackendError> {
         let capacity = self.snapshot_state(snapshot)?.capacity;
-        self.reserved -= state::bytes(&self.config, capacity);
+        self.reserved -= state::bytes(&self.config, self.kind, capacity);
         self.snapshots.remove(&snapshot);
         Ok(())
     }
 
     fn export(&self, snapshot: SnapshotId) -> Result<Vec<u8>, BackendError> {
-        Ok(export::to_bytes(&self.config, &self.weights, self.snapshot_state(snapshot)?))
+        Ok(export::to_bytes(&self.config, self.kind, &self.weights, self.snapshot_state(snapshot)?))
     }
 
     fn import(&mut self, bytes: &[u8]) -> Result<SnapshotId, BackendError> {
-        let sequence =
-            export::from_bytes(&self.config, &self.weights, bytes).map_err(BackendError::InvalidSnapshot)?;
+        let sequence = export::from_bytes(&self.config, self.kind, &self.weights, bytes)
+            .map_err(BackendError::InvalidSnapshot)?;
         self.add_snapshot(sequence)
     }
 
     fn state_bytes(&self, capacity: u32) -> u64 {
-        state::bytes(&self.config, capacity as usize)
+        state::bytes(&self.config, self.kind, capacity as usize)
     }
 
     fn free_bytes(&self) -> u64 {

@@ -1,14 +1,14 @@
 //! Token embedding.
 
 use lily_model::weights::Weights;
-use rayon::prelude::*;
+
+use crate::buffers::Buffer;
+use crate::device::Device;
 
 /// Rows of the embedding matrix, `[tokens, hidden]`.
-pub fn forward(w: &Weights, tokens: &[u32]) -> Vec<f32> {
+pub fn forward<'a>(device: &'a Device, w: &Weights, tokens: &[u32]) -> Buffer<'a, f32> {
     let hidden = w.embedding.cols;
-    let mut x = vec![0.0; tokens.len() * hidden];
-    x.par_chunks_exact_mut(hidden)
-        .zip(tokens)
-        .for_each(|(x, &token)| w.embedding.read_row(token as usize, x));
+    let mut x = device.buffers.floats(tokens.len() * hidden);
+    device.pool.chunks(&mut x, hidden, |i, x| w.embedding.read_row(tokens[i] as usize, x));
     x
 }

@@ -5,12 +5,14 @@ use std::sync::Arc;
 
 use lily_model::config::Config;
 use lily_model::weights::{Layer, Mixer, Weights};
-use rayon::prelude::*;
 
-use crate::device::Device;
-use crate::math::{rms_norm, rotary};
+use crate::buffers::Buffer;
+use crate::device::{Device, dispatch};
+use crate::math::rotary;
+use crate::moe::Routes;
 use crate::state::{LayerState, Page, Recurrent, Sequence};
 use crate::tap::{LayerTap, Point, Tap};
+use crate::vector::{add, rms_norm};
 use crate::{attention, embed, gdn, moe};
 
 /// What the blocks of one step share. Activations of all segments lie one behind the other.
@@ -20,9 +22,17 @@ pub struct Step<'a> {
     /// Where to run.
     pub device: &'a Device,
     /// Tokens of each segment.
-    pub rows: Vec<Rows>,
-    /// Cosine and sine of the rotary angles of each token.
-    pub angles: Vec<Vec<(f32, f32)>>,
+    pub rows: &'a [Rows],
+    /// Cosine and sine of the rotary angles, `[tokens, rotary_dim / 2]`.
+    angles: &'a [(f32, f32)],
+}
+
+/// Memory that steps share, so that a step of a size seen before allocates nothing.
+#[derive(Default)]
+pub struct Workspace {
+    rows: Vec<Rows>,
+    angles: Vec<(f32, f32)>,
+    routes: Routes,
 }
 
 /// Where a segment's tokens lie in the step and in their sequence.
@@ -43,65 +53,102 @@ impl Rows {
     }
 }
 
-impl<'a> Step<'a> {
-    /// A step of segments that start at a position and have so many tokens.
-    pub fn new(config: &'a Config, device: &'a Device, segments: &[(usize, usize)]) -> Self {
-        let mut rows = Vec::with_capacity(segments.len());
-        let mut angles = Vec::new();
-        for &(start, len) in segments {
-            rows.push(Rows { first: angles.len(), len, start });
-            let a = &config.attention;
-            angles.extend((start..start + len).map(|p| rotary(p as u32, a.rope_theta, a.rotary_dim)));
+impl Workspace {
+    /// Lays out a step of segments that start at a position and have so many tokens. What it gives beside the step
+    /// is for [`layers`].
+    pub fn step<'a>(
+        &'a mut self,
+        config: &'a Config,
+        device: &'a Device,
+        segments: impl Iterator<Item = (usize, usize)>,
+    ) -> (Step<'a>, &'a mut Routes) {
+        self.rows.clear();
+        let mut first = 0;
+        for (start, len) in segments {
+            self.rows.push(Rows { first, len, start });
+            first += len;
         }
-        Self { config, device, rows, angles }
+        let a = &config.attention;
+        let half = a.rotary_dim / 2;
+        self.angles.resize(first * half, (0.0, 0.0));
+        let positions = self.rows.iter().flat_map(|r| r.start..r.start + r.len);
+        for (angles, position) in self.angles.chunks_exact_mut(half.max(1)).zip(positions) {
+            rotary(position as u32, a.rope_theta, angles);
+        }
+        (Step { config, device, rows: &self.rows, angles: &self.angles }, &mut self.routes)
     }
+}
 
+impl<'a> Step<'a> {
     /// Tokens of all segments.
     pub fn tokens(&self) -> usize {
-        self.angles.len()
+        self.rows.last().map_or(0, |r| r.first + r.len)
+    }
+
+    /// Cosine and sine of a token's rotary angles.
+    pub fn angles(&self, token: usize) -> &[(f32, f32)] {
+        let half = self.config.attention.rotary_dim / 2;
+        &self.angles[token * half..][..half]
     }
 
     /// RMS norm of every token.
-    pub fn norm(&self, x: &[f32], gain: &[f32]) -> Vec<f32> {
-        let mut out = vec![0.0; x.len()];
-        let hidden = self.config.hidden_size;
-        out.par_chunks_exact_mut(hidden)
-            .zip(x.par_chunks_exact(hidden))
-            .for_each(|(out, x)| rms_norm(x, gain, self.config.rms_norm_eps, out));
+    pub fn norm(&self, x: &[f32], gain: &[f32]) -> Buffer<'a, f32> {
+        let mut out = self.device.buffers.floats(x.len());
+        let (hidden, eps) = (self.config.hidden_size, self.config.rms_norm_eps);
+        self.device.pool.chunks(&mut out, hidden, |token, out| {
+            let x = &x[token * hidden..][..hidden];
+            dispatch!(self.device.isa, rms_norm(x => x: &[f32], gain => gain: &[f32], eps => eps: f32, out => out: &mut [f32]));
+        });
         out
+    }
+
+    /// `x += y`.
+    fn add(&self, x: &mut [f32], y: &[f32]) {
+        let hidden = self.config.hidden_size;
+        self.device.pool.chunks(x, hidden, |token, x| {
+            let y = &y[token * hidden..][..hidden];
+            dispatch!(self.device.isa, add(x => out: &mut [f32], y => x: &[f32]));
+        });
     }
 }
 
 /// Runs all layers. `tokens` are those of all segments, `sequences` one per segment. Returns the residual
 /// stream, `[tokens, hidden]`.
-pub fn layers(
-    step: &Step<'_>,
+pub fn layers<'a>(
+    step: &Step<'a>,
     w: &Weights,
     tokens: &[u32],
     sequences: &mut [Sequence],
+    routes: &mut Routes,
     tap: Tap<'_>,
-) -> Vec<f32> {
-    let mut x = embed::forward(w, tokens);
+) -> Buffer<'a, f32> {
+    let mut x = embed::forward(step.device, w, tokens);
     for (i, w) in w.layers.iter().enumerate() {
-        let states = sequences.iter_mut().map(|s| &mut s.layers[i]).collect();
-        layer(step, w, &mut x, states, &mut |point, values| tap(i, point, values));
+        let states = sequences.iter_mut().map(|s| &mut s.layers[i]);
+        layer(step, w, &mut x, states, routes, &mut |point, values| tap(i, point, values));
     }
     x
 }
 
-fn layer(step: &Step<'_>, w: &Layer, x: &mut [f32], states: Vec<&mut LayerState>, tap: LayerTap<'_>) {
+fn layer<'s>(
+    step: &Step<'_>,
+    w: &Layer,
+    x: &mut [f32],
+    states: impl Iterator<Item = &'s mut LayerState>,
+    routes: &mut Routes,
+    tap: LayerTap<'_>,
+) {
     let h = step.norm(x, &w.input_norm);
     let mixed = match &w.mixer {
-        Mixer::Gdn(w) => gdn::forward(step, w, &h, states.into_iter().filter_map(recurrent).collect()),
-        Mixer::Attention(w) => {
-            attention::forward(step, w, &h, states.into_iter().filter_map(pages).collect())
-        }
+        Mixer::Gdn(w) => gdn::forward(step, w, &h, states.filter_map(recurrent).collect()),
+        Mixer::Attention(w) => attention::forward(step, w, &h, states.filter_map(pages).collect()),
     };
     tap(Point::Mixer, &mixed);
-    add(x, &mixed);
-    let y = moe::forward(step, &w.moe, &step.norm(x, &w.post_attention_norm), tap);
+    step.add(x, &mixed);
+    let h = step.norm(x, &w.post_attention_norm);
+    let y = moe::forward(step, &w.moe, &h, routes, tap);
     tap(Point::Moe, &y);
-    add(x, &y);
+    step.add(x, &y);
     tap(Point::Out, x);
 }
 
@@ -111,8 +158,4 @@ fn recurrent(state: &mut LayerState) -> Option<&mut Arc<Recurrent>> {
 
 fn pages(state: &mut LayerState) -> Option<&mut Vec<Arc<Page>>> {
     if let LayerState::Attention(pages) = state { Some(pages) } else { None }
-}
-
-fn add(x: &mut [f32], y: &[f32]) {
-    x.iter_mut().zip(y).for_each(|(x, y)| *x += y);
 }

@@ -4,12 +4,14 @@ use lily_model::backend::{Batch, Output, Rows, SegmentError, StepOutput, Want};
 use lily_model::sample::{first_non_finite, sample};
 use lily_model::weights::Weights;
 
+use smallvec::SmallVec;
+
 use crate::forward::Step;
 use crate::matmul::product;
 use crate::state::Sequence;
 
 /// What each segment asked for. `x` is the residual stream behind the last layer, `[tokens, hidden]`; a
-/// sampled token is kept in its sequence. Call inside the device's pool.
+/// sampled token is kept in its sequence.
 pub fn forward(
     step: &Step<'_>,
     w: &Weights,
@@ -18,19 +20,18 @@ pub fn forward(
     sequences: &mut [Sequence],
 ) -> StepOutput {
     let (hidden, vocab) = (step.config.hidden_size, step.config.vocab_size);
-    let counts: Vec<usize> = batch
-        .segments
-        .iter()
-        .zip(&step.rows)
-        .map(|(segment, rows)| wanted(&segment.want, rows.len))
-        .collect();
-    let mut selected = Vec::new();
+    let counts: SmallVec<[usize; 4]> =
+        batch.segments.iter().zip(step.rows).map(|(segment, rows)| wanted(&segment.want, rows.len)).collect();
+    let mut selected = step.device.buffers.floats(counts.iter().sum::<usize>() * hidden);
+    let mut rest = &mut selected[..];
     for (rows, count) in step.rows.iter().zip(&counts) {
         let end = rows.first + rows.len;
-        selected.extend_from_slice(&x[(end - count) * hidden..end * hidden]);
+        let (mine, others) = rest.split_at_mut(count * hidden);
+        mine.copy_from_slice(&x[(end - count) * hidden..end * hidden]);
+        rest = others;
     }
     let mut logits = product(step.device, &w.lm_head, &step.norm(&selected, &w.norm));
-    let mut rest = logits.as_mut_slice();
+    let mut rest = &mut logits[..];
     let mut outputs = Vec::with_capacity(sequences.len());
     for (i, sequence) in sequences.iter_mut().enumerate() {
         let (mine, others) = rest.split_at_mut(counts[i] * vocab);

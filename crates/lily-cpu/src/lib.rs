@@ -3,6 +3,7 @@
 
 mod attention;
 mod backend;
+mod buffers;
 mod device;
 mod embed;
 mod export;
@@ -12,11 +13,14 @@ mod head;
 pub mod math;
 mod matmul;
 mod moe;
+mod pool;
+pub mod probe;
+mod quantise;
 pub mod reference;
 mod simd;
 mod state;
 pub mod tap;
+mod vector;
 
-pub use backend::{CpuBackend, Options};
+pub use backend::{CpuBackend, Options, state_bytes};
 pub use device::{Isa, ThreadError};
-pub use state::bytes as state_bytes;

@@ -55,23 +55,34 @@ pub fn softmax(x: &mut [f32]) {
     x.iter_mut().for_each(|x| *x /= sum);
 }
 
-/// Indices of the `k` largest values, falling; of equal ones the smaller index first.
-pub fn top_k(x: &[f32], k: usize) -> Vec<usize> {
-    let falling = |a: &usize, b: &usize| x[*b].total_cmp(&x[*a]).then(a.cmp(b));
-    let mut order: Vec<usize> = (0..x.len()).collect();
-    if k < order.len() {
-        order.select_nth_unstable_by(k, falling);
-        order.truncate(k);
+/// Indices of the `chosen.len()` largest values, falling; of equal ones the smaller index first. There must be as
+/// many values.
+pub fn top_k(x: &[f32], chosen: &mut [usize]) {
+    assert!(chosen.len() <= x.len());
+    let k = chosen.len();
+    let mut found = 0;
+    for i in 0..x.len() {
+        // Those before which `i` comes: a tie goes to the one that was there.
+        let mut place = found;
+        while place > 0 && x[chosen[place - 1]].total_cmp(&x[i]).is_lt() {
+            place -= 1;
+        }
+        if place < k {
+            found = (found + 1).min(k);
+            chosen[place..found].rotate_right(1);
+            chosen[place] = i;
+        }
     }
-    order.sort_unstable_by(falling);
-    order
 }
 
 /// Cosine and sine of the rotary angles at a position: `angle_i = position * theta^(-2i / dims)`, for
-/// `i < dims / 2`. In f64: at position 262,143 an f32 angle would be off by 0.01.
-pub fn rotary(position: u32, theta: f64, dims: usize) -> Vec<(f32, f32)> {
-    let angle = |i: usize| f64::from(position) * theta.powf(-2.0 * i as f64 / dims as f64);
-    (0..dims / 2).map(angle).map(|a| (a.cos() as f32, a.sin() as f32)).collect()
+/// `i < dims / 2 = out.len()`. In f64: at position 262,143 an f32 angle would be off by 0.01.
+pub fn rotary(position: u32, theta: f64, out: &mut [(f32, f32)]) {
+    let half = out.len() as f64;
+    for (i, out) in out.iter_mut().enumerate() {
+        let angle = f64::from(position) * theta.powf(-(i as f64) / half);
+        *out = (angle.cos() as f32, angle.sin() as f32);
+    }
 }
 
 /// Rotates the pairs `(i, i + n)` of a head, `n = angles.len()`; the other dimensions pass.
@@ -95,8 +106,11 @@ mod tests {
 
     #[test]
     fn top_k_takes_the_smaller_index_among_equals() {
-        assert_eq!(top_k(&[1.0, 3.0, 3.0, 2.0], 3), [1, 2, 3]);
-        assert_eq!(top_k(&[f32::NAN, 0.0], 2).len(), 2);
+        let mut chosen = [0; 3];
+        top_k(&[1.0, 3.0, 3.0, 2.0, 3.0, 0.0], &mut chosen);
+        assert_eq!(chosen, [1, 2, 4]);
+        top_k(&[f32::NAN, 0.0, 1.0], &mut chosen);
+        assert_eq!(chosen, [0, 2, 1]);
     }
 
     #[test]

@@ -132,7 +132,8 @@ impl Reference<'_> {
     fn attention(&self, w: &Attention, h: &[f32], st: &mut LayerState, position: u32) -> Vec<f32> {
         let (a, eps) = (&self.config.attention, self.config.rms_norm_eps);
         let d = a.head_dim;
-        let angles = rotary(position, a.rope_theta, a.rotary_dim);
+        let mut angles = vec![(0.0, 0.0); a.rotary_dim / 2];
+        rotary(position, a.rope_theta, &mut angles);
         let qg = matvec(&w.q_proj, h);
         let mut k = matvec(&w.k_proj, h);
         for k in k.chunks_exact_mut(d) {
@@ -165,7 +166,8 @@ impl Reference<'_> {
     fn moe(&self, w: &Moe, h: &[f32], tap: LayerTap<'_>) -> Vec<f32> {
         let mut p = matvec(&w.router, h);
         softmax(&mut p);
-        let chosen = top_k(&p, self.config.moe.experts_per_token);
+        let mut chosen = vec![0; self.config.moe.experts_per_token];
+        top_k(&p, &mut chosen);
         let total: f32 = chosen.iter().map(|&e| p[e]).sum();
         let mut out = vec![0.0; h.len()];
         for &e in &chosen {

@@ -27,7 +27,7 @@ fn feed_in_chunks(backend: &mut CpuBackend, seq: SeqId, ids: &[u32], chunk: usiz
 
 #[test]
 fn a_prompt_in_chunks_of_any_size_equals_the_whole() {
-    for form in ["dense", "q4"] {
+    for form in ["dense", "q4", "q4-int8"] {
         let model = load(form);
         let ids = prompt(150);
         let whole = fresh(&model, &ids);
@@ -42,23 +42,25 @@ fn a_prompt_in_chunks_of_any_size_equals_the_whole() {
 
 #[test]
 fn decode_after_prefill_equals_one_long_prefill() {
-    let model = load("q4");
     let ids = prompt(300);
-    let whole = fresh(&model, &ids);
-    for split in [1, 63, 64, 65, 299] {
+    for (form, split) in
+        ["q4", "q4-int8"].into_iter().flat_map(|form| [1, 63, 64, 65, 299].map(|n| (form, n)))
+    {
+        let model = load(form);
+        let whole = fresh(&model, &ids);
         let mut backend = model.backend();
         let seq = backend.create(300).unwrap();
         let mut got = feed(&mut backend, seq, 0, &ids[..split]);
         for i in split..300 {
             got.extend(feed(&mut backend, seq, i, &ids[i..=i]));
         }
-        assert!(got == whole, "split at {split}");
+        assert!(got == whole, "{form}, split at {split}");
     }
 }
 
 #[test]
 fn sequences_in_a_batch_equal_each_alone() {
-    for form in ["dense", "q4"] {
+    for form in ["dense", "q4", "q4-int8"] {
         let model = load(form);
         let prompts = [1, 3, 64, 300].map(|n| prompt(n + 7)[7..].to_vec());
         let mut backend = model.backend();
@@ -86,7 +88,7 @@ fn sequences_in_a_batch_equal_each_alone() {
 
 #[test]
 fn an_exported_snapshot_resumes_in_another_process() {
-    let model = load("q4");
+    let model = load("q4-int8");
     let ids = prompt(100);
     let whole = fresh(&model, &ids);
     let mut first = model.backend();
@@ -106,15 +108,17 @@ fn an_exported_snapshot_resumes_in_another_process() {
         assert!(e.contains(words), "{e}");
     }
     assert!(second.import(&bytes[..bytes.len() - 1]).is_err());
-    let e = load("dense").backend().import(&bytes).unwrap_err().to_string();
-    assert!(e.contains("another model"), "{e}");
+    for other in ["dense", "q4"] {
+        let e = load(other).backend().import(&bytes).unwrap_err().to_string();
+        assert!(e.contains("another model, or to another precision"), "{e}");
+    }
 }
 
 /// A conversation that goes on from its prefix's snapshot says what a fresh one says, at the trained model's
 /// production head sizes, and as often as the snapshot is used.
 #[test]
 fn a_reused_prefix_continues_as_a_fresh_prompt_does() {
-    let model = demo();
+    let model = demo(false);
     let ids: Vec<u32> = (0..200).map(|i| 300 + i * 37 % 5000).collect();
     let mut backend = model.backend();
     let fresh = backend.create(232).unwrap();
@@ -158,7 +162,7 @@ proptest! {
     /// tokens, and in the end all memory is free again.
     #[test]
     fn resumed_sequences_equal_fresh_ones(actions in prop::collection::vec(action(), 1..30), salt in 0u32..300) {
-        let model = load("q4");
+        let model = load(if salt % 2 == 0 { "q4" } else { "q4-int8" });
         let mut backend = model.backend();
         let budget = backend.free_bytes();
         let (mut live, mut frozen) = (vec![(backend.create(300).unwrap(), Vec::new())], Vec::new());

@@ -184,3 +184,19 @@ fn the_tolerance_catches_a_mistake() {
     let d = max_difference(got.prefill.last().unwrap(), goldens.rows("q4.hf.7.prefill").last().unwrap());
     assert!(d > 100.0 * TOLERANCE, "{d}");
 }
+
+/// With int8 activations and a bf16 cache the logits move, by far less than a mistake would move them.
+#[test]
+fn int8_activations_move_the_logits_a_little() {
+    let goldens = Goldens::open("goldens.safetensors");
+    let model = load("q4-int8");
+    for n in [1, 7, 64, 300] {
+        let got = fast(&model, &goldens.ids(&format!("prompt.{n}")));
+        let expected = goldens.rows(&format!("q4.hf.{n}.prefill"));
+        let size = expected.iter().flatten().fold(0.0f32, |m, x| m.max(x.abs()));
+        let pairs = positions(n).into_iter().map(|p| &got.prefill[p]).zip(&expected);
+        let d = pairs.map(|(a, b)| max_difference(a, b)).fold(0.0, f32::max);
+        println!("prompt {n}: max difference {d:.1e} of logits up to {size:.1}");
+        assert!(d > TOLERANCE && d < 0.15 * size, "prompt {n}: {d:e} of {size}");
+    }
+}

@@ -10,6 +10,9 @@ use crate::request::{OutputFormat, Request, Sampling, Tool};
 
 pub use messages::normalize;
 
+/// The control token that begins a turn.
+const TURN: &str = "<|im_start|>";
+
 /// A conversation as clients send it. Servers and the terminal both build this.
 #[derive(Clone, Debug, Default)]
 pub struct Chat {
@@ -87,14 +90,27 @@ pub fn chat_request(
     }
     let input = ChatInput { messages: &messages, tools: &chat.tools, add_generation_prompt: true, variables };
     let rendered = template.render(&input, tokenizer)?;
+    let prompt = tokenizer.encode_chat(&rendered);
     Ok(Request {
-        prompt: tokenizer.encode_chat(&rendered),
+        boundaries: boundaries(&prompt, tokenizer),
+        prompt,
         sampling,
         max_tokens: None,
         stop: Vec::new(),
         format: OutputFormat::Chat { starts_in_thought: rendered.ends_in_open_thought(), tools },
         ignore_eos: false,
+        cache_prompt: true,
     })
+}
+
+/// Where other prompts are likely to part from this one: at the end of its first turn, which is the system block
+/// if there is one, and at the opening of the reply. The latter is where the next prompt of the conversation
+/// parts if the template leaves out old thoughts, since the opening of a thought goes with it.
+fn boundaries(prompt: &[u32], tokenizer: &Tokenizer) -> Vec<u32> {
+    let turn = tokenizer.control_id(TURN);
+    let starts = (0..).zip(prompt).filter(|(_, id)| turn == Some(**id)).map(|(position, _)| position);
+    let starts: Vec<u32> = starts.collect();
+    starts.get(1).into_iter().chain(starts.last()).copied().collect()
 }
 
 /// Templates take `{"type": "function", "function": {...}}` and the bare function alike.

@@ -24,6 +24,12 @@ pub struct Request {
     pub format: OutputFormat,
     /// Generate on past the model's end-of-turn tokens.
     pub ignore_eos: bool,
+    /// Lengths of beginnings of the prompt that other prompts may share: their states are kept in the prefix
+    /// cache. They need not be in order, and those that leave nothing of the prompt to read are passed over;
+    /// empty: all but the last token.
+    pub boundaries: Vec<u32>,
+    /// Use the prefix cache; otherwise nothing is taken from it and nothing added.
+    pub cache_prompt: bool,
 }
 
 /// Sampling parameters as a request gives them. See [`lily_model::sample::SampleParams`] for their meaning.

@@ -3,9 +3,11 @@
 //! Requests are served in the order in which they came. One starts when there is a place for it and the backend
 //! has reserved memory for all the tokens it may grow to, so that it can't fail half way for lack of it. Until
 //! then it and all behind it wait. A step of the device is one batch: a token for every sequence that decodes,
-//! and a chunk of the one prompt that is being read.
+//! and a chunk of the one prompt that is being read. A prompt begins where the prefix cache has a snapshot of it,
+//! and leaves snapshots for later ones.
 
 mod job;
+mod sequence;
 mod worker;
 
 use std::fmt;
@@ -36,6 +38,10 @@ pub struct Options {
     pub max_queue: usize,
     /// Most tokens of a prompt that one step reads; at least 1.
     pub prefill_chunk: u32,
+    /// Bytes of state that the prefix cache may hold on to, as far as requests leave them; 0: there is no cache.
+    pub cache_bytes: u64,
+    /// Tokens between two snapshots of a long prompt; at least 1.
+    pub snapshot_interval: u32,
     /// Token ids that end a turn.
     pub eos: Vec<u32>,
 }
@@ -53,6 +59,7 @@ struct Inner {
     thread: Mutex<Option<JoinHandle<()>>>,
     limits: Limits,
     max_open: usize,
+    cache_limit: u64,
     /// Bytes of state of the capacities that can never be had, up to the context: the last of them first.
     too_large: Vec<u64>,
     next_seed: AtomicU64,
@@ -80,6 +87,12 @@ pub struct Status {
     pub stopped: Option<String>,
     /// Context limit, tokens.
     pub context: u32,
+    /// Snapshots in the prefix cache.
+    pub cache_snapshots: usize,
+    /// Bytes of state that they hold on to.
+    pub cache_bytes: u64,
+    /// The most that these may be.
+    pub cache_limit: u64,
 }
 
 /// What the thread and the handles both see.
@@ -92,6 +105,8 @@ struct Shared {
     steps: AtomicU64,
     /// When the last step ended, milliseconds after `started`.
     last_step: AtomicU64,
+    cache_snapshots: AtomicUsize,
+    cache_bytes: AtomicU64,
     stopped: OnceLock<Stopped>,
 }
 
@@ -123,6 +138,8 @@ impl Engine {
             running: AtomicUsize::new(0),
             steps: AtomicU64::new(0),
             last_step: AtomicU64::new(0),
+            cache_snapshots: AtomicUsize::new(0),
+            cache_bytes: AtomicU64::new(0),
             stopped: OnceLock::new(),
         });
         let too_large = (1..=limits.context)
@@ -132,6 +149,7 @@ impl Engine {
             .collect();
         let (commands, receiver) = channel();
         let max_open = max_sequences.saturating_add(options.max_queue);
+        let cache_limit = options.cache_bytes;
         let options = Options { max_sequences, ..options };
         let worker = Worker::new(backend, tokenizer, options, Arc::clone(&shared), receiver);
         let thread = thread::Builder::new().name("lily-engine".to_owned()).spawn(|| worker.work());
@@ -145,7 +163,8 @@ impl Engine {
         };
         let next_seed = AtomicU64::new(fastrand::u64(..));
         let thread = Mutex::new(thread);
-        Self { inner: Arc::new(Inner { shared, commands, thread, limits, max_open, too_large, next_seed }) }
+        let inner = Inner { shared, commands, thread, limits, max_open, cache_limit, too_large, next_seed };
+        Self { inner: Arc::new(inner) }
     }
 
     /// Checks a request and queues it.
@@ -183,6 +202,9 @@ impl Engine {
             last_step_age: shared.started.elapsed().saturating_sub(last_step),
             stopped: shared.stopped.get().map(Stopped::to_string),
             context: self.inner.limits.context,
+            cache_snapshots: shared.cache_snapshots.load(Ordering::Relaxed),
+            cache_bytes: shared.cache_bytes.load(Ordering::Relaxed),
+            cache_limit: self.inner.cache_limit,
         }
     }
 

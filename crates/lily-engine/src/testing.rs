@@ -26,9 +26,16 @@ pub fn limits() -> Limits {
     }
 }
 
-/// Settings that go with [`limits`].
+/// Settings that go with [`limits`]; without a cache.
 pub fn options() -> Options {
-    Options { max_sequences: 8, max_queue: 32, prefill_chunk: 16, eos: vec![END_OF_TURN] }
+    Options {
+        max_sequences: 8,
+        max_queue: 32,
+        prefill_chunk: 16,
+        cache_bytes: 0,
+        snapshot_interval: 100,
+        eos: vec![END_OF_TURN],
+    }
 }
 
 /// The most likely token, always.
@@ -56,5 +63,7 @@ pub fn request(prompt: Vec<u32>) -> Request {
         stop: Vec::new(),
         format: OutputFormat::Raw,
         ignore_eos: false,
+        boundaries: Vec::new(),
+        cache_prompt: true,
     }
 }

@@ -23,6 +23,15 @@ struct Health<'a> {
     steps: u64,
     /// With requests running, a growing age means that the device does not answer.
     last_step_age_ms: u128,
+    prefix_cache: PrefixCache,
+}
+
+#[derive(Serialize)]
+struct PrefixCache {
+    snapshots: usize,
+    /// Of state.
+    bytes: u64,
+    limit_bytes: u64,
 }
 
 pub(crate) async fn health(State(state): State<Arc<ServerState>>) -> Response {
@@ -37,6 +46,11 @@ pub(crate) async fn health(State(state): State<Arc<ServerState>>) -> Response {
         waiting: engine.waiting,
         steps: engine.steps,
         last_step_age_ms: engine.last_step_age.as_millis(),
+        prefix_cache: PrefixCache {
+            snapshots: engine.cache_snapshots,
+            bytes: engine.cache_bytes,
+            limit_bytes: engine.cache_limit,
+        },
     };
     (code, Json(health)).into_response()
 }

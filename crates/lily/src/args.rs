@@ -29,6 +29,9 @@ pub struct Global {
     /// Where to compute
     #[arg(long, global = true, default_value = "auto")]
     pub device: DeviceChoice,
+    /// On the CPU: compute with f32 activations and an f32 K/V cache instead of int8 and bf16. Slower, for verification
+    #[arg(long, global = true)]
+    pub cpu_exact: bool,
     /// Say more on standard error; twice for even more. LILY_LOG takes filters like `lily_engine=debug`
     #[arg(short, long, global = true, action = clap::ArgAction::Count)]
     pub verbose: u8,
@@ -87,6 +90,8 @@ pub struct Chat {
     #[command(flatten)]
     pub talk: Talk,
     #[command(flatten)]
+    pub cache: CacheSize,
+    #[command(flatten)]
     pub generation: Generation,
 }
 
@@ -140,6 +145,22 @@ pub struct Context {
     pub ctx_size: Option<u32>,
 }
 
+/// The size of the prefix cache.
+#[derive(Debug, clap::Args)]
+pub struct CacheSize {
+    /// Memory for states of what was read before, so that a prompt which starts alike is not read again. It comes on
+    /// top of that for running requests; 0 turns it off
+    #[arg(long, default_value_t = 2048, value_name = "MIB")]
+    pub cache_ram: u32,
+}
+
+impl CacheSize {
+    /// In bytes.
+    pub fn bytes(&self) -> u64 {
+        u64::from(self.cache_ram) << 20
+    }
+}
+
 #[derive(Debug, clap::Args)]
 pub struct Serve {
     /// Address to listen on
@@ -157,6 +178,8 @@ pub struct Serve {
     /// Requests worked on side by side; memory is set aside for as many sequences of full length
     #[arg(long, default_value_t = 4, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256))]
     pub max_sequences: u32,
+    #[command(flatten)]
+    pub cache: CacheSize,
     #[command(flatten)]
     pub context: Context,
 }
@@ -188,6 +211,9 @@ pub struct Synth {
     /// Shapes of the checkpoint
     #[arg(long)]
     pub preset: Preset,
+    /// Only the first N layers, at full width. Default: all
+    #[arg(long, value_name = "N")]
+    pub layers: Option<usize>,
     /// The same seed gives the same bytes
     #[arg(long, default_value_t = 0, value_name = "N")]
     pub seed: u64,
@@ -230,12 +256,18 @@ pub struct Bench {
     /// Lengths of prompts to read, separated by commas
     #[arg(long, default_value = "512", value_delimiter = ',', value_name = "N,...", value_parser = clap::value_parser!(u32).range(1..))]
     pub prompt_tokens: Vec<u32>,
+    /// Measure on the beginning of this text too, besides token ids that are scattered over the vocabulary
+    #[arg(long, value_name = "FILE")]
+    pub text: Option<PathBuf>,
     /// Tokens to write after each
     #[arg(long, default_value_t = 64, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub decode_tokens: u32,
     /// Measured runs, after one that warms up
     #[arg(long, default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub repeat: u32,
+    /// Measure the machine alone, without a model: memory bandwidth and int8 multiply-adds, from one thread up to all
+    #[arg(long, conflicts_with_all = ["prompt_tokens", "text", "decode_tokens", "repeat"])]
+    pub probe: bool,
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,

@@ -18,7 +18,7 @@ const HELP: &str = "/clear starts over, /exit or Ctrl-D leaves, Ctrl-C stops an 
 
 /// Runs the command.
 pub fn chat(args: &Chat, global: &Global) -> Result<()> {
-    let session = Session::start(global, args.generation.context.ctx_size, 1)?;
+    let session = Session::start(global, args.generation.context.ctx_size, 1, args.cache.bytes())?;
     runtime()?.block_on(talk(&session, args))
 }
 

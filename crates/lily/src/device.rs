@@ -34,6 +34,7 @@ pub fn open(
                 context: size.context,
                 max_sequences: size.sequences,
                 max_batch_tokens: size.batch_tokens,
+                exact: global.cpu_exact,
                 ..lily_cpu::Options::default()
             };
             Ok(Box::new(CpuBackend::new(config.clone(), Arc::clone(weights), &options)?))

@@ -88,20 +88,12 @@ fn report(model: String, config: &Config, context: u32) -> Report {
     };
     // What the CPU holds is asked of it, over a length that any page size divides.
     const LONG: u32 = 1 << 20;
-    let cpu = |tokens: u32| lily_cpu::state_bytes(config, tokens as usize);
-    let cpu_kv = (cpu(LONG) - cpu(0)) / u64::from(LONG);
-    let fixed_f32 = 4 * (footprint.recurrent_values + footprint.conv_values);
-    let state = vec![
-        state("cpu", cpu(0), cpu_kv, cpu(context), context, &weights),
-        state(
-            "bf16 K/V, f32 recurrent state",
-            fixed_f32,
-            2 * footprint.kv_values_per_token,
-            fixed_f32 + 2 * footprint.kv_values_per_token * u64::from(context),
-            context,
-            &weights,
-        ),
-    ];
+    let cpu = |held_by, exact| {
+        let bytes = |tokens: u32| lily_cpu::state_bytes(config, exact, tokens as usize);
+        let kv = (bytes(LONG) - bytes(0)) / u64::from(LONG);
+        state(held_by, bytes(0), kv, bytes(context), context, &weights)
+    };
+    let state = vec![cpu("cpu: bf16 K/V", false), cpu("cpu, --cpu-exact: f32 K/V", true)];
     Report { model, shapes: shapes(config), parameters: footprint.parameters(), weights, context, state }
 }
 

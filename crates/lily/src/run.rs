@@ -19,7 +19,8 @@ use crate::session::{End, Session, runtime, speeds};
 pub fn run(args: &Run, global: &Global) -> Result<()> {
     let prompt = prompt(args)?;
     let tools = args.tools.as_deref().map(read_tools).transpose()?.unwrap_or_default();
-    let session = Session::start(global, args.generation.context.ctx_size, 1)?;
+    // There is no second prompt that a cache could help.
+    let session = Session::start(global, args.generation.context.ctx_size, 1, 0)?;
     let request = if args.raw {
         raw_request(&session, &prompt, args)
     } else {
@@ -71,6 +72,8 @@ fn raw_request(session: &Session, prompt: &str, args: &Run) -> Request {
         stop: args.generation.stop.clone(),
         format: OutputFormat::Raw,
         ignore_eos: false,
+        boundaries: Vec::new(),
+        cache_prompt: false,
     }
 }
 

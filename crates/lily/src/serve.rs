@@ -26,8 +26,8 @@ pub fn serve(args: &Serve, global: &Global) -> Result<()> {
                 args.host
             )));
         }
-        let (context, sequences) = (args.context.ctx_size, args.max_sequences);
-        let session = tokio::task::block_in_place(|| Session::start(global, context, sequences))?;
+        let (context, sequences, cache) = (args.context.ctx_size, args.max_sequences, args.cache.bytes());
+        let session = tokio::task::block_in_place(|| Session::start(global, context, sequences, cache))?;
         serve_session(listener, session, api_key).await
     })
 }

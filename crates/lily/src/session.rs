@@ -8,6 +8,7 @@ use lily_engine::output::Delta;
 use lily_engine::request::{Event, Finished, Request, Sampling};
 use lily_engine::scheduler::{self, Engine};
 use lily_model::config::Config;
+use lily_model::footprint::Footprint;
 use lily_model::generation::GenerationDefaults;
 use lily_model::load::Model;
 
@@ -21,6 +22,8 @@ use crate::source::Source;
 const CONTEXT: u32 = 32_768;
 /// Tokens of a prompt that one step reads.
 pub const PREFILL_CHUNK: u32 = 256;
+/// Tokens between two snapshots of a long prompt: what is read again at most where a text was edited.
+const SNAPSHOT_INTERVAL: u32 = 2048;
 /// Requests that may wait.
 const MAX_QUEUE: usize = 64;
 
@@ -45,14 +48,21 @@ pub enum End {
 }
 
 impl Session {
-    /// Loads the model and starts its engine.
-    pub fn start(global: &Global, ctx_size: Option<u32>, max_sequences: u32) -> Result<Self> {
+    /// Loads the model and starts its engine, with `cache_bytes` for the prefix cache on top of the memory for
+    /// `max_sequences` sequences.
+    pub fn start(
+        global: &Global,
+        ctx_size: Option<u32>,
+        max_sequences: u32,
+        cache_bytes: u64,
+    ) -> Result<Self> {
         let start = Instant::now();
         let source = Source::new(global)?;
         let context = context(ctx_size, &source.config()?)?;
         let model = source.load()?;
         let batch_tokens = PREFILL_CHUNK + max_sequences;
-        let size = Size { context, sequences: max_sequences, batch_tokens };
+        let sequences = max_sequences.saturating_add(cache_sequences(&model.config, context, cache_bytes));
+        let size = Size { context, sequences, batch_tokens };
         let backend = device::open(global, &model.config, &model.weights, size)?;
         let limits = backend.limits();
         tracing::info!(
@@ -60,6 +70,7 @@ impl Session {
             context,
             max_sequences,
             state_bytes = limits.state_budget,
+            cache_bytes,
             "{} is loaded",
             source.name
         );
@@ -67,6 +78,8 @@ impl Session {
             max_sequences: max_sequences as usize,
             max_queue: MAX_QUEUE,
             prefill_chunk: PREFILL_CHUNK,
+            cache_bytes,
+            snapshot_interval: SNAPSHOT_INTERVAL,
             eos: model.generation.eos_token_ids.clone(),
         };
         let engine = Engine::start(backend, model.tokenizer.clone(), options);
@@ -131,6 +144,15 @@ impl Session {
     }
 }
 
+/// Sequences of full length that take at least so many bytes: a backend's budget is counted in them. None holds
+/// less than K/V in 16 bits and the rest in 32.
+fn cache_sequences(config: &Config, context: u32, cache_bytes: u64) -> u32 {
+    let state = Footprint::new(config);
+    let fixed = 4 * (state.recurrent_values + state.conv_values);
+    let each = fixed + 2 * state.kv_values_per_token * u64::from(context);
+    u32::try_from(cache_bytes.div_ceil(each)).unwrap_or(u32::MAX)
+}
+
 /// Sampling as the model's makers want it.
 pub fn default_sampling(defaults: &GenerationDefaults) -> Sampling {
     Sampling {
@@ -176,6 +198,7 @@ fn log_speed(finished: &Finished) {
     let (prefill, decode) = speeds(finished);
     tracing::info!(
         prompt_tokens = finished.usage.prompt_tokens,
+        cached_tokens = finished.usage.cached_tokens,
         completion_tokens = finished.usage.completion_tokens,
         prefill_tokens_per_second = speed(prefill),
         decode_tokens_per_second = speed(decode),

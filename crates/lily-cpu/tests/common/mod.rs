@@ -29,22 +29,26 @@ pub fn folder(form: &str) -> PathBuf {
 pub struct Model {
     pub config: Config,
     pub weights: Arc<Weights>,
+    /// Whether its backends compute in f32, as the references do.
+    pub exact: bool,
 }
 
+/// The fixture in one of its forms; `q4-int8` is `q4` with int8 activations and a bf16 cache.
 pub fn load(form: &str) -> Model {
-    load_folder(folder(form))
+    let (form, exact) = form.strip_suffix("-int8").map_or((form, true), |form| (form, false));
+    load_folder(folder(form), exact)
 }
 
 /// The trained demonstration model.
-pub fn demo() -> Model {
-    load_folder(PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../models/demo"))
+pub fn demo(exact: bool) -> Model {
+    load_folder(PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../models/demo"), exact)
 }
 
-fn load_folder(folder: PathBuf) -> Model {
+fn load_folder(folder: PathBuf, exact: bool) -> Model {
     let files = ModelFiles::folder(folder).unwrap();
     let config = Config::from_json(&files.open("config.json").unwrap()).unwrap();
     let weights = Weights::load(&Checkpoint::open(&files).unwrap(), &config).unwrap();
-    Model { config, weights: Arc::new(weights) }
+    Model { config, weights: Arc::new(weights), exact }
 }
 
 impl Model {
@@ -53,6 +57,7 @@ impl Model {
             threads: Some(2),
             context: 1024,
             max_batch_tokens: 1024,
+            exact: self.exact,
             ..Options::default()
         })
     }

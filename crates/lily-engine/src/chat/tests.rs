@@ -167,3 +167,23 @@ fn faults_of_tools_and_refusals_of_the_template_are_errors() {
     assert!(matches!(refused, ChatError::Template(TemplateError::Refused(_))), "{refused}");
     assert_eq!(refused.param(), "messages");
 }
+
+#[test]
+fn boundaries_are_where_conversations_part() {
+    let message = |role: &str, text: &str| json!({"role": role, "content": text});
+    let system = message("system", "Be brief.");
+    let first = Chat { messages: vec![system.clone(), message("user", "a")], ..Chat::default() };
+    let other = Chat { messages: vec![system, message("user", "b")], ..Chat::default() };
+    let mut next = first.clone();
+    next.messages.extend([message("assistant", "c"), message("user", "d")]);
+    let [first, other, next] = [first, other, next].map(|chat| request_of(&chat).unwrap());
+    let shared = |a: &[u32], b: &[u32]| a.iter().zip(b).take_while(|(a, b)| a == b).count() as u32;
+    let [system_end, reply_start] = first.boundaries[..] else { panic!("{:?}", first.boundaries) };
+    // Both prompts go on with the opening of a turn, so they share that, too.
+    let opening = crate::testing::tokens("<|im_start|>user\n").len() as u32;
+    assert_eq!(shared(&first.prompt, &other.prompt), system_end + opening);
+    let opening = crate::testing::tokens("<|im_start|>assistant\n").len() as u32;
+    assert_eq!(shared(&first.prompt, &next.prompt), reply_start + opening, "the thought is left out");
+    assert_eq!(next.boundaries[0], system_end);
+    assert!(next.boundaries[1] > reply_start);
+}

@@ -19,6 +19,10 @@ pub(super) struct Job {
     pub params: Arc<SampleParams>,
     /// Tokens that it may grow to, the prompt included.
     pub capacity: u32,
+    /// As in [`Request`].
+    pub boundaries: Vec<u32>,
+    /// As in [`Request`].
+    pub cache_prompt: bool,
     ignore_eos: bool,
     reply: Reply,
     usage: Usage,
@@ -80,6 +84,8 @@ impl Job {
             prompt: request.prompt,
             params: Arc::new(params),
             capacity,
+            boundaries: request.boundaries,
+            cache_prompt: request.cache_prompt,
             ignore_eos: request.ignore_eos,
             reply: Reply::new(&request.format, &request.stop),
             usage: Usage { prompt_tokens, ..Usage::default() },
@@ -96,13 +102,22 @@ impl Job {
         self.capacity - self.usage.prompt_tokens
     }
 
+    /// What of the prompt may come from the cache: the last token never, since its logits are needed.
+    pub fn reusable(&self) -> &[u32] {
+        match self.prompt.split_last() {
+            Some((_, reusable)) if self.cache_prompt => reusable,
+            _ => &[],
+        }
+    }
+
     /// Whether nobody waits for the reply any more.
     pub fn is_cancelled(&self) -> bool {
         self.events.is_closed()
     }
 
-    /// The request leaves the queue.
-    pub fn start(&mut self) {
+    /// The request leaves the queue, with the first `cached` tokens of the prompt from the cache.
+    pub fn start(&mut self, cached: u32) {
+        self.usage.cached_tokens = cached;
         self.started = Some(Instant::now());
         if let Some(place) = &mut self.place {
             place.running = true;

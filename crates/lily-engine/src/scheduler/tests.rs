@@ -12,6 +12,7 @@ use crate::testing::{
 };
 
 mod arrivals;
+mod cache;
 
 /// Nothing in these tests takes this long unless something hangs.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -44,7 +45,7 @@ impl Harness {
         self.audit.lock().unwrap()
     }
 
-    /// Ends the engine and checks that every sequence was given back once.
+    /// Ends the engine and checks that every sequence was given back once, and all memory.
     fn close(self) {
         self.engine.shutdown(PATIENCE);
         assert_eq!((self.engine.status().running, self.engine.status().waiting), (0, 0));
@@ -54,6 +55,7 @@ impl Harness {
         created.sort_unstable();
         freed.sort_unstable();
         assert_eq!(created, freed);
+        assert_eq!(audit.held, 0);
     }
 }
 

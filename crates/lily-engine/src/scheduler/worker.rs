@@ -8,13 +8,13 @@ use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::Instant;
 
-use lily_model::backend::{
-    Backend, BackendError, Batch, Output, Segment, SegmentError, SeqId, Ticket, Tokens, Want,
-};
+use lily_model::backend::{Backend, BackendError, Batch, Output, SegmentError, SeqId, Ticket};
 use lily_model::tokenizer::Tokenizer;
 
 use super::job::Job;
+use super::sequence::{Advance, Sequence};
 use super::{Options, Shared, Stopped};
+use crate::cache::Cache;
 use crate::request::RequestError;
 
 /// What the handles ask of the thread.
@@ -30,6 +30,7 @@ pub(super) struct Worker {
     queue: VecDeque<Box<Job>>,
     sequences: Vec<Sequence>,
     in_flight: VecDeque<Step>,
+    cache: Cache,
     closing: bool,
     deadline: Option<Instant>,
     options: Options,
@@ -38,31 +39,10 @@ pub(super) struct Worker {
     backend: Box<dyn Backend>,
 }
 
-/// A request that runs.
-struct Sequence {
-    seq: SeqId,
-    /// `None` when the request has ended; then the sequence is freed as soon as no step works on it.
-    job: Option<Box<Job>>,
-    /// Tokens fed, over all steps that were enqueued.
-    fed: u32,
-    /// Tokens sampled, likewise.
-    sampled: u32,
-    /// Enqueued steps that work on it.
-    in_flight: usize,
-}
-
 /// A step that was enqueued.
 struct Step {
     ticket: Ticket,
     segments: Vec<Advance>,
-}
-
-/// What a segment of a step does for its sequence.
-struct Advance {
-    seq: SeqId,
-    /// Tokens of the prompt read after it, if it reads any.
-    prefilled: Option<u32>,
-    samples: bool,
 }
 
 impl Worker {
@@ -78,6 +58,7 @@ impl Worker {
             queue: VecDeque::new(),
             sequences: Vec::new(),
             in_flight: VecDeque::new(),
+            cache: Cache::new(options.cache_bytes),
             closing: false,
             deadline: None,
             options,
@@ -103,11 +84,11 @@ impl Worker {
     fn run(&mut self) -> Result<(), BackendError> {
         let mut result = self.run_steps();
         // On every way out but a panic the backend gets back all it gave.
-        for sequence in self.sequences.drain(..) {
-            result = result.and(self.backend.free(sequence.seq));
+        for sequence in std::mem::take(&mut self.sequences) {
+            result = result.and(self.free(&sequence));
             self.queue.extend(sequence.job);
         }
-        result
+        result.and(self.cache.clear(&mut *self.backend))
     }
 
     fn run_steps(&mut self) -> Result<(), BackendError> {
@@ -116,6 +97,7 @@ impl Worker {
             self.drop_cancelled();
             self.release()?;
             self.admit()?;
+            self.report_cache();
             let submitted = self.submit()?;
             if (!submitted || self.in_flight.len() >= depth)
                 && let Some(step) = self.in_flight.pop_front()
@@ -164,24 +146,54 @@ impl Worker {
         }
     }
 
-    /// Frees sequences whose requests have ended.
+    /// Frees sequences whose requests have ended. What they have read stays in the cache, however they ended:
+    /// a client that left may come back with the same prompt.
     fn release(&mut self) -> Result<(), BackendError> {
-        let over = |sequence: &mut Sequence| sequence.job.is_none() && sequence.in_flight == 0;
-        self.sequences.extract_if(.., over).try_for_each(|sequence| self.backend.free(sequence.seq))
+        while let Some(i) = self.sequences.iter().position(|s| s.is_over() && s.in_flight == 0) {
+            self.keep(i)?;
+            let sequence = self.sequences.remove(i);
+            self.free(&sequence)?;
+            self.cache.shrink(&mut *self.backend, &[], reserved(&self.sequences))?;
+        }
+        Ok(())
+    }
+
+    /// Adds the state that a sequence ends with to the cache.
+    fn keep(&mut self, i: usize) -> Result<(), BackendError> {
+        let (sequence, running) = (&self.sequences[i], reserved(&self.sequences));
+        if !sequence.is_cached || sequence.broken {
+            return Ok(());
+        }
+        let tokens = sequence.first(sequence.fed);
+        // The next turn's prompt starts with this one's, but not always with the reply to it: templates leave
+        // out old thoughts. So the prompt's snapshot does not go for that of the reply.
+        let spare = &tokens[..self.cache.reach(sequence.prompt_fed())];
+        let backend = &mut *self.backend;
+        match self.cache.snapshot(backend, sequence.seq, tokens, spare, running)? {
+            Some(snapshot) => self.cache.insert(backend, tokens, snapshot),
+            None => Ok(()),
+        }
+    }
+
+    fn free(&mut self, sequence: &Sequence) -> Result<(), BackendError> {
+        let pending = sequence.pending.iter().try_for_each(|(_, snapshot)| self.backend.forget(*snapshot));
+        pending.and(self.backend.free(sequence.seq))
     }
 
     /// Starts the next request, if there is room. One prompt is read at a time, so a request starts when the
-    /// one before it decodes: earlier, it would only hold memory.
+    /// one before it decodes: earlier, it would only hold memory, and find less in the cache. For the same reason
+    /// it waits for a sequence that a last step still works on: it may be the next turn of that conversation.
     fn admit(&mut self) -> Result<(), BackendError> {
         while self.sequences.len() < self.options.max_sequences
-            && !self.sequences.iter().any(Sequence::is_reading)
+            && !self.sequences.iter().any(|s| s.is_reading() || s.is_over())
             && let Some(mut job) = self.queue.pop_front()
         {
-            match self.backend.create(job.capacity) {
-                Ok(seq) => {
-                    job.start();
-                    let job = Some(job);
-                    self.sequences.push(Sequence { seq, job, fed: 0, sampled: 0, in_flight: 0 });
+            match self.open(&job) {
+                Ok((seq, cached)) => {
+                    job.start(cached);
+                    let reserved = self.backend.state_bytes(job.capacity);
+                    let interval = self.cache.is_on().then_some(self.options.snapshot_interval);
+                    self.sequences.push(Sequence::new(seq, job, cached, reserved, interval));
                 }
                 Err(BackendError::OutOfMemory { .. }) if !self.sequences.is_empty() => {
                     self.queue.push_front(job);
@@ -197,6 +209,25 @@ impl Worker {
         Ok(())
     }
 
+    /// Reserves a sequence for a request, which may cost snapshots; gives how much of the prompt it holds
+    /// already.
+    fn open(&mut self, job: &Job) -> Result<(SeqId, u32), BackendError> {
+        let (capacity, needed) = (job.capacity, self.backend.state_bytes(job.capacity));
+        let budget = self.backend.limits().state_budget;
+        let available = budget.saturating_sub(reserved(&self.sequences));
+        // Known beforehand, lest the cache be emptied for a request that does not start after all.
+        if needed > available {
+            return Err(BackendError::OutOfMemory { capacity, needed, available });
+        }
+        self.cache.open(&mut *self.backend, job.reusable(), capacity)
+    }
+
+    fn report_cache(&self) {
+        let bytes = Cache::bytes(&*self.backend, reserved(&self.sequences));
+        self.shared.cache_bytes.store(bytes, Ordering::Relaxed);
+        self.shared.cache_snapshots.store(self.cache.len(), Ordering::Relaxed);
+    }
+
     /// Enqueues the next step; gives whether there was anything to do.
     fn submit(&mut self) -> Result<bool, BackendError> {
         let decoding = self.sequences.iter_mut().filter_map(Sequence::decode);
@@ -208,16 +239,34 @@ impl Worker {
         // Places are bounded by the tokens of a batch: one is left for the prompt.
         let left = self.backend.limits().max_batch_tokens.saturating_sub(batch.segments.len() as u32);
         let chunk = self.options.prefill_chunk.min(left).max(1);
-        if let Some((segment, advance)) = self.sequences.iter_mut().find_map(|s| s.prefill(chunk)) {
+        let prefill = self.sequences.iter_mut().enumerate().find_map(|(i, s)| Some((i, s.prefill(chunk)?)));
+        let mut reader = None;
+        if let Some((i, (segment, advance))) = prefill {
             batch.segments.push(segment);
             segments.push(advance);
+            reader = Some(i);
         }
         if segments.is_empty() {
             return Ok(false);
         }
         let ticket = self.backend.forward(&batch)?;
         self.in_flight.push_back(Step { ticket, segments });
+        reader.map_or(Ok(()), |i| self.snapshot_prompt(i))?;
         Ok(true)
+    }
+
+    /// Takes a snapshot of a sequence whose chunk was just enqueued, if it has come to a place for one.
+    fn snapshot_prompt(&mut self, i: usize) -> Result<(), BackendError> {
+        let running = reserved(&self.sequences);
+        let sequence = &mut self.sequences[i];
+        if !sequence.is_at_stop() {
+            return Ok(());
+        }
+        let (seq, tokens) = (sequence.seq, sequence.first(sequence.fed));
+        if let Some(snapshot) = self.cache.snapshot(&mut *self.backend, seq, tokens, &[], running)? {
+            sequence.pending.push_back((sequence.fed, snapshot));
+        }
+        Ok(())
     }
 
     /// Waits for a step and hands out its results.
@@ -241,76 +290,57 @@ impl Worker {
         advance: &Advance,
         result: Result<Output, SegmentError>,
     ) -> Result<(), BackendError> {
-        let Some(sequence) = self.sequences.iter_mut().find(|s| s.seq == advance.seq) else { return Ok(()) };
-        sequence.in_flight -= 1;
-        let Some(job) = &mut sequence.job else { return Ok(()) };
+        let Some(i) = self.sequences.iter().position(|s| s.seq == advance.seq) else { return Ok(()) };
+        self.sequences[i].in_flight -= 1;
         let output = match result {
             Ok(output) => output,
-            Err(error) => {
-                if let Some(job) = sequence.job.take() {
-                    tracing::error!(%error, "a request failed");
-                    job.fail(error.into());
-                }
-                return Ok(());
-            }
+            Err(error) => return self.fail(i, error),
         };
         if let Some(done) = advance.prefilled {
+            self.insert_pending(i, done)?;
+        }
+        let sequence = &mut self.sequences[i];
+        if let (Some(job), Some(done)) = (&sequence.job, advance.prefilled) {
             job.prefilled(done);
         }
         match output {
             Output::Sampled(sampled) if advance.samples => {
-                if job.token(sampled, &self.tokenizer, &self.options.eos) {
-                    sequence.job = None;
-                }
+                sequence.push(sampled.token);
+                sequence.job.take_if(|job| job.token(sampled, &self.tokenizer, &self.options.eos));
                 Ok(())
             }
             Output::Nothing if !advance.samples => Ok(()),
             _ => Err(BackendError::Device("a result of another kind than was asked for".to_owned())),
         }
     }
+
+    /// Ends a request whose state is broken. Where it broke is not known, only where it showed.
+    fn fail(&mut self, i: usize, error: SegmentError) -> Result<(), BackendError> {
+        let sequence = &mut self.sequences[i];
+        sequence.broken = true;
+        if let Some(job) = sequence.job.take() {
+            tracing::error!(%error, "a request failed");
+            job.fail(error.into());
+        }
+        if !sequence.is_cached {
+            return Ok(());
+        }
+        self.cache.distrust(&mut *self.backend, sequence.tokens())
+    }
+
+    /// The step that read the prompt up to here went well: so its snapshot is sound.
+    fn insert_pending(&mut self, i: usize, position: u32) -> Result<(), BackendError> {
+        let sequence = &mut self.sequences[i];
+        match sequence.pending.pop_front_if(|(at, _)| *at == position && !sequence.broken) {
+            Some((_, snapshot)) => self.cache.insert(&mut *self.backend, sequence.first(position), snapshot),
+            None => Ok(()),
+        }
+    }
 }
 
-impl Sequence {
-    /// Whether a part of the prompt is still to be fed.
-    fn is_reading(&self) -> bool {
-        self.job.as_ref().is_some_and(|job| (self.fed as usize) < job.prompt.len())
-    }
-
-    /// The next token, if one is due.
-    fn decode(&mut self) -> Option<(Segment, Advance)> {
-        let job = self.job.as_ref()?;
-        if self.is_reading() || self.sampled >= job.max_tokens() {
-            return None;
-        }
-        let want = Want::Sample(Arc::clone(&job.params));
-        Some(self.advance(1, Tokens::LastSampled, want, None))
-    }
-
-    /// The next chunk of the prompt, of so many tokens at most, if there is one.
-    fn prefill(&mut self, chunk: u32) -> Option<(Segment, Advance)> {
-        let job = self.job.as_ref()?;
-        let rest = job.prompt.get(self.fed as usize..).filter(|rest| !rest.is_empty())?;
-        let tokens = rest[..rest.len().min(chunk as usize)].to_vec();
-        let count = tokens.len() as u32;
-        let is_last = tokens.len() == rest.len();
-        let want = if is_last { Want::Sample(Arc::clone(&job.params)) } else { Want::Nothing };
-        Some(self.advance(count, Tokens::Ids(tokens), want, Some(self.fed + count)))
-    }
-
-    fn advance(
-        &mut self,
-        count: u32,
-        tokens: Tokens,
-        want: Want,
-        prefilled: Option<u32>,
-    ) -> (Segment, Advance) {
-        let samples = matches!(want, Want::Sample(_));
-        let segment = Segment { seq: self.seq, start: self.fed, tokens, want };
-        self.fed += count;
-        self.sampled += u32::from(samples);
-        self.in_flight += 1;
-        (segment, Advance { seq: self.seq, prefilled, samples })
-    }
+/// Bytes of state that are reserved for sequences.
+fn reserved(sequences: &[Sequence]) -> u64 {
+    sequences.iter().map(|sequence| sequence.reserved).sum()
 }
 
 fn message(panic: &(dyn Any + Send)) -> &str {

@@ -39,8 +39,14 @@ pub fn say(text: &str) -> Vec<Act> {
 pub struct Audit {
     /// Sequences that were created, with their capacities.
     pub created: Vec<(SeqId, u32)>,
+    /// Of these, the ones that began at a snapshot, with its position.
+    pub resumed: Vec<(SeqId, u32)>,
     /// Sequences that were freed.
     pub freed: Vec<SeqId>,
+    /// Positions of the snapshots that were taken.
+    pub snapshots: Vec<u32>,
+    /// Bytes of state that are reserved.
+    pub held: u64,
     /// The segments of every step: sequence, number of tokens, whether a token was sampled.
     pub steps: Vec<Vec<(SeqId, u32, bool)>>,
     /// The seeds that tokens were sampled with.
@@ -49,24 +55,34 @@ pub struct Audit {
 
 type Script = Box<dyn FnMut(&[u32]) -> Vec<Act> + Send>;
 
-/// A backend that replays scripts, or samples from made-up logits.
+/// A backend that replays scripts, or samples from made-up logits. Both see all tokens of a sequence, wherever
+/// it was resumed.
 pub struct FakeBackend {
     limits: Limits,
     /// `None`: samples.
     script: Option<Script>,
     step_time: Duration,
     steps_in_flight: usize,
+    /// Bytes of a sequence's or a snapshot's recurrent state.
+    recurrent_bytes: u64,
+    /// Whether K/V that several sequences and snapshots hold is charged once.
+    charges_once: bool,
+    /// A sequence that reads this token is broken from there on.
+    poison: Option<u32>,
     sequences: HashMap<SeqId, Sequence>,
-    reserved: u64,
+    snapshots: HashMap<SnapshotId, Sequence>,
     ids: u64,
     pending: VecDeque<Step>,
     audit: Arc<Mutex<Audit>>,
 }
 
-#[derive(Debug, Default)]
+/// A sequence, or a frozen copy of one.
+#[derive(Clone, Debug, Default)]
 struct Sequence {
     capacity: u32,
     tokens: Vec<u32>,
+    /// The K/V of each token: two sequences share it where they have the same number.
+    cells: Vec<u64>,
     acts: Option<VecDeque<Act>>,
     last: Option<u32>,
     lost: Option<SegmentError>,
@@ -95,8 +111,11 @@ impl FakeBackend {
             script: None,
             step_time: Duration::ZERO,
             steps_in_flight: 1,
+            recurrent_bytes: 0,
+            charges_once: false,
+            poison: None,
             sequences: HashMap::new(),
-            reserved: 0,
+            snapshots: HashMap::new(),
             ids: 0,
             pending: VecDeque::new(),
             audit: Arc::default(),
@@ -113,6 +132,22 @@ impl FakeBackend {
         Self { steps_in_flight, ..self }
     }
 
+    /// A sequence's and a snapshot's recurrent state takes so many bytes.
+    pub fn with_recurrent_bytes(self, recurrent_bytes: u64) -> Self {
+        Self { recurrent_bytes, ..self }
+    }
+
+    /// K/V that several sequences and snapshots hold is charged once. Otherwise each is charged as if it shared
+    /// nothing.
+    pub fn charging_shared_state_once(self) -> Self {
+        Self { charges_once: true, ..self }
+    }
+
+    /// Reading this token makes the state of a sequence not finite.
+    pub fn with_poison(self, token: u32) -> Self {
+        Self { poison: Some(token), ..self }
+    }
+
     /// What the backend is made to do, while it does it.
     pub fn audit(&self) -> Arc<Mutex<Audit>> {
         Arc::clone(&self.audit)
@@ -120,6 +155,41 @@ impl FakeBackend {
 
     fn log(&self) -> MutexGuard<'_, Audit> {
         self.audit.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Bytes that are reserved.
+    fn held(&self) -> u64 {
+        let all = || self.sequences.values().chain(self.snapshots.values());
+        if !self.charges_once {
+            return all().map(|sequence| self.state_bytes(sequence.capacity)).sum();
+        }
+        let recurrent = all().count() as u64 * self.recurrent_bytes;
+        let written: HashSet<u64> = all().flat_map(|sequence| &sequence.cells).copied().collect();
+        let unwritten: u64 = all().map(|sequence| sequence.unwritten()).sum();
+        recurrent + written.len() as u64 + unwritten
+    }
+
+    /// Whether there is room for one more sequence or snapshot.
+    fn check_room(&self, sequence: &Sequence) -> Result<(), BackendError> {
+        let shared = if self.charges_once { sequence.tokens.len() as u64 } else { 0 };
+        let (capacity, available) = (sequence.capacity, self.free_bytes());
+        let needed = self.state_bytes(capacity) - shared;
+        if needed > available {
+            return Err(BackendError::OutOfMemory { capacity, needed, available });
+        }
+        Ok(())
+    }
+
+    /// Takes in a sequence that there is room for.
+    fn add(&mut self, sequence: Sequence) -> SeqId {
+        let (seq, capacity) = (SeqId(self.ids), sequence.capacity);
+        self.ids += 1;
+        self.sequences.insert(seq, sequence);
+        let held = self.held();
+        let mut log = self.log();
+        log.created.push((seq, capacity));
+        log.held = held;
+        seq
     }
 
     fn check(&self, batch: &Batch) -> Result<(), BackendError> {
@@ -161,6 +231,13 @@ impl FakeBackend {
         match &segment.tokens {
             Tokens::Ids(ids) => sequence.tokens.extend_from_slice(ids),
             Tokens::LastSampled => sequence.tokens.push(sequence.last.take().unwrap_or_default()),
+        }
+        let written = sequence.tokens.len() - sequence.cells.len();
+        sequence.cells.extend(self.ids..self.ids + written as u64);
+        self.ids += written as u64;
+        let poisoned = sequence.tokens.iter().position(|token| self.poison == Some(*token));
+        if let (None, Some(position)) = (&sequence.lost, poisoned) {
+            sequence.lost = Some(SegmentError::NonFinite { position: position as u32 });
         }
         if let Some(lost) = &sequence.lost {
             return Err(lost.clone());
@@ -204,6 +281,13 @@ impl FakeBackend {
     }
 }
 
+impl Sequence {
+    /// Tokens that there is room for.
+    fn unwritten(&self) -> u64 {
+        u64::from(self.capacity) - self.tokens.len() as u64
+    }
+}
+
 /// Logits that depend on all tokens and nothing else.
 fn logits(tokens: &[u32], vocab_size: u32) -> Vec<f32> {
     let mix = |hash: u64, value: u32| {
@@ -218,58 +302,78 @@ fn unknown(seq: SeqId) -> BackendError {
     BackendError::Unknown { kind: "sequence", id: seq.0 }
 }
 
+fn unknown_snapshot(snapshot: SnapshotId) -> BackendError {
+    BackendError::Unknown { kind: "snapshot", id: snapshot.0 }
+}
+
 impl Backend for FakeBackend {
     fn limits(&self) -> &Limits {
         &self.limits
     }
 
     fn create(&mut self, capacity: u32) -> Result<SeqId, BackendError> {
-        let (needed, available) = (self.state_bytes(capacity), self.free_bytes());
-        if needed > available {
-            return Err(BackendError::OutOfMemory { capacity, needed, available });
-        }
-        self.reserved += needed;
-        let seq = SeqId(self.ids);
-        self.ids += 1;
-        self.sequences.insert(seq, Sequence { capacity, ..Sequence::default() });
-        self.log().created.push((seq, capacity));
+        let sequence = Sequence { capacity, ..Sequence::default() };
+        self.check_room(&sequence)?;
+        Ok(self.add(sequence))
+    }
+
+    fn resume(&mut self, snapshot: SnapshotId, capacity: u32) -> Result<SeqId, BackendError> {
+        let frozen = self.snapshots.get(&snapshot).ok_or_else(|| unknown_snapshot(snapshot))?;
+        let position = frozen.tokens.len() as u32;
+        let sequence = Sequence { capacity: capacity.max(position), ..frozen.clone() };
+        self.check_room(&sequence)?;
+        let seq = self.add(sequence);
+        self.log().resumed.push((seq, position));
         Ok(seq)
     }
 
     fn free(&mut self, seq: SeqId) -> Result<(), BackendError> {
-        let sequence = self.sequences.remove(&seq).ok_or_else(|| unknown(seq))?;
-        self.reserved -= self.state_bytes(sequence.capacity);
-        self.log().freed.push(seq);
+        self.sequences.remove(&seq).ok_or_else(|| unknown(seq))?;
+        let held = self.held();
+        let mut log = self.log();
+        log.freed.push(seq);
+        log.held = held;
         Ok(())
     }
 
-    fn snapshot(&mut self, _seq: SeqId) -> Result<SnapshotId, BackendError> {
-        Err(BackendError::InvalidSnapshot("the fake backend takes none".to_owned()))
-    }
-
-    fn resume(&mut self, snapshot: SnapshotId, _capacity: u32) -> Result<SeqId, BackendError> {
-        Err(BackendError::Unknown { kind: "snapshot", id: snapshot.0 })
+    fn snapshot(&mut self, seq: SeqId) -> Result<SnapshotId, BackendError> {
+        let sequence = self.sequences.get(&seq).ok_or_else(|| unknown(seq))?;
+        // What is still to be said is the sequence's own.
+        let (acts, last, capacity) = (None, None, sequence.tokens.len() as u32);
+        let frozen = Sequence { capacity, acts, last, ..sequence.clone() };
+        self.check_room(&frozen)?;
+        let id = SnapshotId(self.ids);
+        self.ids += 1;
+        self.snapshots.insert(id, frozen);
+        let held = self.held();
+        let mut log = self.log();
+        log.snapshots.push(capacity);
+        log.held = held;
+        drop(log);
+        Ok(id)
     }
 
     fn forget(&mut self, snapshot: SnapshotId) -> Result<(), BackendError> {
-        Err(BackendError::Unknown { kind: "snapshot", id: snapshot.0 })
+        self.snapshots.remove(&snapshot).ok_or_else(|| unknown_snapshot(snapshot))?;
+        self.log().held = self.held();
+        Ok(())
     }
 
     fn export(&self, snapshot: SnapshotId) -> Result<Vec<u8>, BackendError> {
-        Err(BackendError::Unknown { kind: "snapshot", id: snapshot.0 })
+        Err(unknown_snapshot(snapshot))
     }
 
     fn import(&mut self, _bytes: &[u8]) -> Result<SnapshotId, BackendError> {
         Err(BackendError::InvalidSnapshot("the fake backend reads none".to_owned()))
     }
 
-    /// One byte for each token.
+    /// One byte for each token, and the recurrent state.
     fn state_bytes(&self, capacity: u32) -> u64 {
-        capacity.into()
+        self.recurrent_bytes + u64::from(capacity)
     }
 
     fn free_bytes(&self) -> u64 {
-        self.limits.state_budget - self.reserved
+        self.limits.state_budget - self.held()
     }
 
     fn steps_in_flight(&self) -> usize {

@@ -71,9 +71,17 @@ struct Prepared {
 /// From bytes to tokens.
 fn prepare(state: &ServerState, body: &[u8]) -> Result<Prepared, ApiError> {
     let parsed = ChatCompletionRequest::parse(&parse_object(body)?, &state.defaults)?;
-    let ChatCompletionRequest { chat, sampling, max_tokens, stop, ignore_eos, stream, include_usage } =
-        parsed;
+    let ChatCompletionRequest {
+        chat,
+        sampling,
+        max_tokens,
+        stop,
+        ignore_eos,
+        cache_prompt,
+        stream,
+        include_usage,
+    } = parsed;
     let request = chat_request(&chat, &state.template, &state.tokenizer, sampling)?;
-    let request = Request { max_tokens, stop, ignore_eos, ..request };
+    let request = Request { max_tokens, stop, ignore_eos, cache_prompt, ..request };
     Ok(Prepared { request, stream, include_usage })
 }

@@ -54,6 +54,7 @@ pub(crate) struct ChatCompletionRequest {
     pub max_tokens: Option<u32>,
     pub stop: Vec<String>,
     pub ignore_eos: bool,
+    pub cache_prompt: bool,
     pub stream: bool,
     pub include_usage: bool,
 }
@@ -72,6 +73,7 @@ impl ChatCompletionRequest {
             max_tokens: parse_max_tokens(&mut fields)?,
             stop: parse_stop(&mut fields)?,
             ignore_eos: fields.boolean("ignore_eos")?.unwrap_or(false),
+            cache_prompt: fields.boolean("cache_prompt")?.unwrap_or(true),
             stream,
             include_usage: parse_include_usage(&mut fields, stream)?,
         };
@@ -296,6 +298,7 @@ mod tests {
         let usual = format!("{:?}", parse(json!({})).unwrap());
         let fields = [
             ("audio", json!({"voice": "alloy", "format": "wav"})),
+            ("cache_prompt", json!(false)),
             ("chat_template_kwargs", json!({"preserve_thinking": true})),
             ("enable_thinking", json!(false)),
             ("frequency_penalty", json!(1)),

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use lily_engine::testing::tokens;
 use serde_json::{Value, json};
 
 use crate::fixture::{Script, TestServer, question};
@@ -170,6 +171,30 @@ async fn usage_comes_in_a_last_chunk_of_its_own_when_asked_for() {
         body["stream"] = json!(false);
         assert_eq!(post_chat(server.address, &body).await.json()["usage"], last["usage"]);
     }
+}
+
+#[tokio::test]
+async fn cached_tokens_are_those_that_were_not_read() {
+    let server = TestServer::start(Script::new().reply("a</think>b").cache(4096)).await;
+    let cached = |usage: &Value| usage["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap();
+    let mut apart = question();
+    apart["cache_prompt"] = json!(false);
+    for body in [question(), apart.clone()] {
+        assert_eq!(cached(&post_chat(server.address, &body).await.json()["usage"]), 0);
+    }
+    let whole = post_chat(server.address, &question()).await.json()["usage"].clone();
+    let opening = tokens("<|im_start|>assistant\n<think>\n").len() as u64;
+    assert_eq!(cached(&whole), whole["prompt_tokens"].as_u64().unwrap() - opening);
+    let mut body = streamed(question());
+    body["stream_options"] = json!({"include_usage": true});
+    let chunks = post_chat(server.address, &body).await.chunks();
+    assert_eq!(chunks.last().unwrap()["usage"], whole);
+    assert_eq!(cached(&post_chat(server.address, &apart).await.json()["usage"]), 0);
+    server.wait_for(|status| status.running == 0 && status.cache_snapshots > 0).await;
+    let health = get(server.address, "/health").await.json();
+    assert_eq!(health["prefix_cache"]["limit_bytes"], 4096);
+    assert!(health["prefix_cache"]["snapshots"].as_u64().unwrap() > 0, "{health}");
+    assert!(health["prefix_cache"]["bytes"].as_u64().unwrap() > 0, "{health}");
 }
 
 #[tokio::test]

@@ -78,6 +78,12 @@ impl Script {
         self
     }
 
+    /// So many bytes of state may be kept for prompts that start alike; a token takes one.
+    pub fn cache(mut self, cache_bytes: u64) -> Self {
+        self.options.cache_bytes = cache_bytes;
+        self
+    }
+
     fn start(self) -> Engine {
         let (replies, delay) = (self.replies, self.prefill_delay);
         let mut next = 0;

@@ -13,16 +13,16 @@ fn the_real_models_numbers() {
     assert_eq!(report["weights"]["bytes_per_decoded_token"], 1_669_561_728);
     assert_eq!(report["shapes"]["layers"], 40);
     assert_eq!(report["shapes"]["moe"]["experts"], 256);
-    let bf16 = &report["state"][1];
+    let bf16 = &report["state"][0];
     assert_eq!(bf16["kv_bytes_per_token"], 20_480);
     // 62.9 MB of recurrent state and 2.9 MB of convolution state.
     assert_eq!(bf16["fixed_bytes"], 62_914_560 + 2_949_120);
     assert_eq!(bf16["bytes_at_context"], 65_863_680_u64 + 20_480 * 262_144);
-    let cpu = &report["state"][0];
-    assert_eq!(cpu["held_by"], "cpu");
-    assert_eq!(cpu["kv_bytes_per_token"], 40_960);
-    let memory = 19_508_787_456_u64 + 65_863_680 + 40_960 * 262_144;
-    assert_eq!(cpu["memory_bytes"], memory);
+    let memory = 19_508_787_456_u64 + 65_863_680 + 20_480 * 262_144;
+    assert_eq!(bf16["memory_bytes"], memory);
+    let exact = &report["state"][1];
+    assert_eq!(exact["held_by"], "cpu, --cpu-exact: f32 K/V");
+    assert_eq!(exact["kv_bytes_per_token"], 40_960);
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! The command as its users meet it: processes, their output and how they end.
 #![allow(clippy::unwrap_used, reason = "tests fail where they must")]
 
+mod cache;
 mod chat;
 mod clients;
 mod demo;

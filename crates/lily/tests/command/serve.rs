@@ -36,7 +36,8 @@ impl Server {
         stream
     }
 
-    fn answer(&self, method: &str, path: &str, headers: &str, body: &str) -> String {
+    /// The whole answer to a request.
+    pub fn answer(&self, method: &str, path: &str, headers: &str, body: &str) -> String {
         let mut text = String::new();
         self.send(method, path, headers, body).read_to_string(&mut text).unwrap();
         text
