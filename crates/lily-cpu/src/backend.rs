@@ -15,7 +15,7 @@ use crate::device::{Device, Isa, ThreadError};
 use crate::export;
 use crate::forward::{self, Workspace};
 use crate::head;
-use crate::state::{self, Kind, Sequence};
+use crate::state::{self, Kind, Ledger, Sequence};
 use crate::tap::{Tap, no_tap};
 
 /// Settings of the backend.
@@ -27,6 +27,8 @@ pub struct Options {
     pub context: u32,
     /// Sequences of full length that the state budget holds.
     pub max_sequences: u32,
+    /// Bytes of the state budget beside them, for snapshots.
+    pub snapshot_bytes: u64,
     /// Most tokens in one step; activations take about 0.3 MB a token at the real model's width.
     pub max_batch_tokens: u32,
     /// Instructions to use.
@@ -41,6 +43,7 @@ impl Default for Options {
             threads: None,
             context: 4096,
             max_sequences: 4,
+            snapshot_bytes: 0,
             max_batch_tokens: 512,
             isa: Isa::detect(),
             exact: false,
@@ -58,7 +61,7 @@ pub struct CpuBackend {
     limits: Limits,
     sequences: HashMap<SeqId, Sequence>,
     snapshots: HashMap<SnapshotId, Sequence>,
-    reserved: u64,
+    held: Ledger,
     next_id: u64,
     finished: VecDeque<(Ticket, StepOutput)>,
 }
@@ -75,7 +78,8 @@ impl CpuBackend {
             max_batch_tokens: options.max_batch_tokens,
             max_segments: options.max_batch_tokens,
             state_budget: u64::from(options.max_sequences)
-                * state::bytes(&config, kind, options.context as usize),
+                * state::bytes(&config, kind, options.context as usize)
+                + options.snapshot_bytes,
         };
         Ok(Self {
             config,
@@ -86,7 +90,7 @@ impl CpuBackend {
             limits,
             sequences: HashMap::new(),
             snapshots: HashMap::new(),
-            reserved: 0,
+            held: Ledger::default(),
             next_id: 0,
             finished: VecDeque::new(),
         })
@@ -110,18 +114,16 @@ impl CpuBackend {
         self.next_id
     }
 
-    /// Takes a sequence whose memory is reserved.
     fn add_sequence(&mut self, sequence: Sequence) -> SeqId {
         let id = SeqId(self.new_id());
         self.sequences.insert(id, sequence);
         id
     }
 
-    fn add_snapshot(&mut self, frozen: Sequence) -> Result<SnapshotId, BackendError> {
-        self.reserve(frozen.capacity)?;
+    fn add_snapshot(&mut self, frozen: Sequence) -> SnapshotId {
         let id = SnapshotId(self.new_id());
         self.snapshots.insert(id, frozen);
-        Ok(id)
+        id
     }
 
     fn sequence(&self, id: SeqId) -> Result<&Sequence, BackendError> {
@@ -132,16 +134,17 @@ impl CpuBackend {
         self.snapshots.get(&id).ok_or(BackendError::Unknown { kind: "snapshot", id: id.0 })
     }
 
-    fn reserve(&mut self, capacity: usize) -> Result<(), BackendError> {
-        let (needed, available) = (state::bytes(&self.config, self.kind, capacity), self.free_bytes());
+    /// Checks that state for `capacity` tokens may be had, of which the first `shared` are in a snapshot or sequence.
+    fn check_room(&self, capacity: usize, shared: usize) -> Result<(), BackendError> {
         let context = self.limits.context;
         if capacity > context as usize {
             return Err(BackendError::TooLong { capacity: capacity as u32, context });
         }
+        let needed = state::bytes_beside(&self.config, self.kind, capacity, shared);
+        let available = self.free_bytes();
         if needed > available {
             return Err(BackendError::OutOfMemory { capacity: capacity as u32, needed, available });
         }
-        self.reserved += needed;
         Ok(())
     }
 
@@ -224,35 +227,34 @@ impl Backend for CpuBackend {
     }
 
     fn create(&mut self, capacity: u32) -> Result<SeqId, BackendError> {
-        self.reserve(capacity as usize)?;
-        Ok(self.add_sequence(Sequence::new(&self.config, self.kind, capacity as usize)))
+        self.check_room(capacity as usize, 0)?;
+        Ok(self.add_sequence(Sequence::new(&self.config, self.kind, &self.held, capacity as usize)))
     }
 
     fn resume(&mut self, snapshot: SnapshotId, capacity: u32) -> Result<SeqId, BackendError> {
-        let mut sequence = self.snapshot_state(snapshot)?.clone();
-        let capacity = (capacity as usize).max(sequence.tokens.len());
-        self.reserve(capacity)?;
+        let frozen = self.snapshot_state(snapshot)?;
+        let read = frozen.tokens.len();
+        let capacity = (capacity as usize).max(read);
+        self.check_room(capacity, read)?;
+        let mut sequence = frozen.clone();
         sequence.grow(&self.config, self.kind, capacity);
         Ok(self.add_sequence(sequence))
     }
 
     fn free(&mut self, seq: SeqId) -> Result<(), BackendError> {
-        let capacity = self.sequence(seq)?.capacity;
-        self.reserved -= state::bytes(&self.config, self.kind, capacity);
-        self.sequences.remove(&seq);
-        Ok(())
+        self.sequences.remove(&seq).map(drop).ok_or(BackendError::Unknown { kind: "sequence", id: seq.0 })
     }
 
-    /// The snapshot is charged as if it shared nothing: the sequence may be freed and leave it all.
     fn snapshot(&mut self, seq: SeqId) -> Result<SnapshotId, BackendError> {
-        self.add_snapshot(self.sequence(seq)?.freeze())
+        let read = self.sequence(seq)?.tokens.len();
+        self.check_room(read, read)?;
+        let frozen = self.sequence(seq)?.freeze();
+        Ok(self.add_snapshot(frozen))
     }
 
     fn forget(&mut self, snapshot: SnapshotId) -> Result<(), BackendError> {
-        let capacity = self.snapshot_state(snapshot)?.capacity;
-        self.reserved -= state::bytes(&self.config, self.kind, capacity);
-        self.snapshots.remove(&snapshot);
-        Ok(())
+        let unknown = BackendError::Unknown { kind: "snapshot", id: snapshot.0 };
+        self.snapshots.remove(&snapshot).map(drop).ok_or(unknown)
     }
 
     fn export(&self, snapshot: SnapshotId) -> Result<Vec<u8>, BackendError> {
@@ -260,9 +262,11 @@ impl Backend for CpuBackend {
     }
 
     fn import(&mut self, bytes: &[u8]) -> Result<SnapshotId, BackendError> {
-        let sequence = export::from_bytes(&self.config, self.kind, &self.weights, bytes)
-            .map_err(BackendError::InvalidSnapshot)?;
-        self.add_snapshot(sequence)
+        let found = export::length(&self.config, self.kind, &self.weights, bytes);
+        self.check_room(found.map_err(BackendError::InvalidSnapshot)?, 0)?;
+        let read = export::from_bytes(&self.config, self.kind, &self.weights, &self.held, bytes);
+        let frozen = read.map_err(BackendError::InvalidSnapshot)?;
+        Ok(self.add_snapshot(frozen))
     }
 
     fn state_bytes(&self, capacity: u32) -> u64 {
@@ -270,7 +274,7 @@ impl Backend for CpuBackend {
     }
 
     fn free_bytes(&self) -> u64 {
-        self.limits.state_budget - self.reserved
+        self.limits.state_budget.saturating_sub(self.held.held())
     }
 
     fn forward(&mut self, batch: &Batch) -> Result<Ticket, BackendError> {

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use lily_model::config::Config;
 use lily_model::weights::{Layer, Weights};
 
-use crate::state::{Kind, LayerState, Page, Recurrent, Sequence, Values};
+use crate::state::{Kind, LayerState, Ledger, Page, Recurrent, Sequence, Values};
 
 /// Ends in the version of the format: change it whenever the bytes behind it change meaning.
 const MAGIC: [u8; 8] = *b"LilyCPU\x02";
@@ -46,8 +46,18 @@ pub fn to_bytes(config: &Config, kind: Kind, weights: &Weights, sequence: &Seque
     [&MAGIC[..], &crc32fast::hash(&body).to_le_bytes(), &body].concat()
 }
 
-/// Reads what [`to_bytes`] wrote for the same model; says what is wrong otherwise.
-pub fn from_bytes(config: &Config, kind: Kind, weights: &Weights, bytes: &[u8]) -> Result<Sequence, String> {
+/// Tokens of what [`to_bytes`] wrote for the same model; says what is wrong otherwise.
+pub fn length(config: &Config, kind: Kind, weights: &Weights, bytes: &[u8]) -> Result<usize, String> {
+    open(config, kind, weights, bytes).map(|(len, _)| len)
+}
+
+/// Checks the header; gives the number of tokens and what comes behind it.
+fn open<'a>(
+    config: &Config,
+    kind: Kind,
+    weights: &Weights,
+    bytes: &'a [u8],
+) -> Result<(usize, Reader<'a>), String> {
     let header = MAGIC.len() + 4;
     if bytes.len() < header || !bytes.starts_with(&MAGIC) {
         return Err("it is not a snapshot of this format version".to_owned());
@@ -64,9 +74,21 @@ pub fn from_bytes(config: &Config, kind: Kind, weights: &Weights, bytes: &[u8]) 
     if len > config.max_context {
         return Err(format!("it has {len} tokens, the model's context is {}", config.max_context));
     }
+    Ok((len, body))
+}
+
+/// Reads what [`to_bytes`] wrote for the same model; says what is wrong otherwise.
+pub fn from_bytes(
+    config: &Config,
+    kind: Kind,
+    weights: &Weights,
+    ledger: &Ledger,
+    bytes: &[u8],
+) -> Result<Sequence, String> {
+    let (len, mut body) = open(config, kind, weights, bytes)?;
     let tokens = (0..len).map(|_| body.word()).collect::<Result<Vec<u32>, String>>()?;
     let sampled = body.word()?.checked_sub(1);
-    let mut sequence = Sequence::new(config, kind, len);
+    let mut sequence = Sequence::new(config, kind, ledger, len);
     (sequence.tokens, sequence.sampled) = (tokens, sampled);
     for layer in &mut sequence.layers {
         match layer {

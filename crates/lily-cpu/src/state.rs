@@ -1,7 +1,9 @@
-//! State of sequences: K/V in pages, recurrent state in slots. Both are shared between sequences and
-//! snapshots by reference and copied when one of them writes.
+//! State of sequences: K/V in pages, recurrent state in slots. Full pages are shared between sequences and
+//! snapshots by reference; recurrent state too, until one of them writes. What is held is counted in a [`Ledger`]: a
+//! page once, however many share it, and recurrent state for each sequence and snapshot.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use lily_model::config::{Config, LayerKind};
 
@@ -9,6 +11,40 @@ use crate::simd::WIDTH;
 
 /// Tokens of a page.
 pub const PAGE: usize = 64;
+
+/// Counts bytes of state.
+#[derive(Clone, Default)]
+pub struct Ledger(Arc<AtomicU64>);
+
+/// Bytes that count as held while this lives. A clone counts as much again.
+pub struct Charge {
+    bytes: u64,
+    ledger: Ledger,
+}
+
+impl Ledger {
+    /// Bytes held.
+    pub fn held(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    fn charge(&self, bytes: u64) -> Charge {
+        self.0.fetch_add(bytes, Ordering::Relaxed);
+        Charge { bytes, ledger: self.clone() }
+    }
+}
+
+impl Clone for Charge {
+    fn clone(&self) -> Self {
+        self.ledger.charge(self.bytes)
+    }
+}
+
+impl Drop for Charge {
+    fn drop(&mut self) {
+        self.ledger.0.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
+}
 
 /// State of one sequence at one position.
 #[derive(Clone)]
@@ -21,6 +57,8 @@ pub struct Sequence {
     pub capacity: usize,
     /// State per layer.
     pub layers: Vec<LayerState>,
+    /// Of the recurrent state.
+    charge: Charge,
 }
 
 /// State of one layer.
@@ -42,8 +80,8 @@ pub struct Recurrent {
     pub state: Vec<f32>,
 }
 
-/// Keys and values of [`PAGE`] consecutive positions.
-#[derive(Clone, Debug, PartialEq)]
+/// Keys and values of [`PAGE`] consecutive positions in one layer.
+#[derive(Clone)]
 pub struct Page {
     /// Of keys; values are [`padded`].
     pub head_dim: usize,
@@ -51,6 +89,8 @@ pub struct Page {
     pub k: Values,
     /// `[kv_heads, PAGE, padded(head_dim)]`.
     pub v: Values,
+    /// Held for its clones to be counted.
+    _charge: Charge,
 }
 
 /// Numbers of the cache.
@@ -107,10 +147,15 @@ impl Values {
 }
 
 impl Page {
-    fn new(config: &Config, kind: Kind) -> Self {
+    fn new(config: &Config, kind: Kind, ledger: &Ledger) -> Self {
         let (heads, head_dim) = (config.attention.kv_heads, config.attention.head_dim);
         let (k, v) = (kind.zeros(heads * head_dim * PAGE), kind.zeros(heads * PAGE * padded(head_dim)));
-        Self { head_dim, k, v }
+        Self { head_dim, k, v, _charge: ledger.charge(Self::bytes(config, kind)) }
+    }
+
+    fn bytes(config: &Config, kind: Kind) -> u64 {
+        let a = &config.attention;
+        (PAGE * kind.size() * a.kv_heads * (a.head_dim + padded(a.head_dim))) as u64
     }
 
     /// Stores the key and the value of one head at one position of the page.
@@ -122,7 +167,7 @@ impl Page {
 
 impl Sequence {
     /// An empty sequence with memory for `capacity` tokens.
-    pub fn new(config: &Config, kind: Kind, capacity: usize) -> Self {
+    pub fn new(config: &Config, kind: Kind, ledger: &Ledger, capacity: usize) -> Self {
         let layer = |kind: &LayerKind| match kind {
             LayerKind::Gdn => LayerState::Gdn(Arc::new(Recurrent {
                 conv: vec![0.0; config.gdn.conv_state_len()],
@@ -131,39 +176,62 @@ impl Sequence {
             LayerKind::Attention => LayerState::Attention(Vec::new()),
         };
         let layers = config.layers.iter().map(layer).collect();
-        let mut sequence = Self { tokens: Vec::new(), sampled: None, capacity: 0, layers };
+        let charge = ledger.charge(recurrent_bytes(config));
+        let mut sequence = Self { tokens: Vec::new(), sampled: None, capacity: 0, layers, charge };
         sequence.grow(config, kind, capacity);
         sequence
     }
 
-    /// Adds pages for `capacity` tokens in all.
+    /// Adds pages for `capacity` tokens in all. The page to be written next becomes its own.
     pub fn grow(&mut self, config: &Config, kind: Kind, capacity: usize) {
         self.capacity = capacity;
-        for layer in &mut self.layers {
-            if let LayerState::Attention(pages) = layer {
-                pages.resize_with(capacity.div_ceil(PAGE), || Arc::new(Page::new(config, kind)));
-            }
+        let ledger = self.charge.ledger.clone();
+        for pages in self.caches() {
+            pages.resize_with(capacity.div_ceil(PAGE), || Arc::new(Page::new(config, kind, &ledger)));
         }
+        self.own_last_page();
     }
 
-    /// A copy that shares everything written so far, and holds nothing beyond.
+    /// A copy that shares every full page, and holds nothing beyond what was written so far.
     pub fn freeze(&self) -> Self {
         let mut copy = self.clone();
         copy.capacity = self.tokens.len();
-        for layer in &mut copy.layers {
-            if let LayerState::Attention(pages) = layer {
-                pages.truncate(copy.capacity.div_ceil(PAGE));
-            }
-        }
+        let pages_written = copy.capacity.div_ceil(PAGE);
+        copy.caches().for_each(|pages| pages.truncate(pages_written));
+        copy.own_last_page();
         copy
+    }
+
+    /// Copies a page that is written in part if others hold it too: whoever goes on writes to it.
+    fn own_last_page(&mut self) {
+        let (page, written) = (self.tokens.len() / PAGE, self.tokens.len() % PAGE);
+        if written > 0 {
+            self.caches().filter_map(|pages| pages.get_mut(page)).for_each(|page| {
+                Arc::make_mut(page);
+            });
+        }
+    }
+
+    fn caches(&mut self) -> impl Iterator<Item = &mut Vec<Arc<Page>>> {
+        self.layers.iter_mut().filter_map(|layer| match layer {
+            LayerState::Attention(pages) => Some(pages),
+            LayerState::Gdn(_) => None,
+        })
     }
 }
 
 /// Bytes that a sequence of `capacity` tokens holds.
 pub fn bytes(config: &Config, kind: Kind, capacity: usize) -> u64 {
-    let (a, g) = (&config.attention, &config.gdn);
-    let recurrent = 4 * (g.state_len() + g.conv_state_len()) * config.count(LayerKind::Gdn);
-    let position = kind.size() * a.kv_heads * (a.head_dim + padded(a.head_dim));
-    let page = PAGE * position * config.count(LayerKind::Attention);
-    recurrent as u64 + capacity.div_ceil(PAGE) as u64 * page as u64
+    bytes_beside(config, kind, capacity, 0)
+}
+
+/// Bytes that a sequence of `capacity` tokens holds beside the full pages among its first `shared` tokens.
+pub fn bytes_beside(config: &Config, kind: Kind, capacity: usize, shared: usize) -> u64 {
+    let pages = (capacity.div_ceil(PAGE) - shared / PAGE) * config.count(LayerKind::Attention);
+    recurrent_bytes(config) + pages as u64 * Page::bytes(config, kind)
+}
+
+fn recurrent_bytes(config: &Config) -> u64 {
+    let values = config.gdn.state_len() + config.gdn.conv_state_len();
+    4 * (values * config.count(LayerKind::Gdn)) as u64
 }

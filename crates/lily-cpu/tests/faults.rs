@@ -107,3 +107,28 @@ fn an_overflow_is_noticed_in_a_chunk_without_output() {
     let outputs = step(&mut backend, vec![segment(a, 0, &[1, 2], Want::Nothing)]);
     assert_eq!(outputs[0].as_ref().unwrap_err(), &SegmentError::NonFinite { position: 0 });
 }
+
+/// 130 tokens are two full pages and a part of one. What is shared counts once, until the last holder lets go.
+#[test]
+fn shared_pages_are_charged_once() {
+    let mut backend = load("q4").backend();
+    let budget = backend.free_bytes();
+    let fixed = backend.state_bytes(0);
+    let page = backend.state_bytes(64) - fixed;
+    let seq = backend.create(192).unwrap();
+    feed(&mut backend, seq, 0, &(0..130).collect::<Vec<u32>>());
+    assert_eq!(budget - backend.free_bytes(), fixed + 3 * page);
+    let snapshot = backend.snapshot(seq).unwrap();
+    assert_eq!(budget - backend.free_bytes(), 2 * fixed + 4 * page);
+    let other = backend.resume(snapshot, 256).unwrap();
+    assert_eq!(budget - backend.free_bytes(), 3 * fixed + 6 * page);
+    feed(&mut backend, other, 130, &[1, 2, 3]);
+    feed(&mut backend, seq, 130, &[1, 2, 3]);
+    assert_eq!(budget - backend.free_bytes(), 3 * fixed + 6 * page);
+    backend.free(seq).unwrap();
+    assert_eq!(budget - backend.free_bytes(), 2 * fixed + 5 * page);
+    backend.forget(snapshot).unwrap();
+    assert_eq!(budget - backend.free_bytes(), fixed + 4 * page);
+    backend.free(other).unwrap();
+    assert_eq!(backend.free_bytes(), budget);
+}

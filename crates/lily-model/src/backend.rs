@@ -190,10 +190,11 @@ pub trait Backend: Send {
     /// The reverse of [`Backend::export`]; refuses bytes of another model or format, or damaged ones.
     fn import(&mut self, bytes: &[u8]) -> Result<SnapshotId, BackendError>;
 
-    /// Bytes of state that a sequence of `capacity` tokens reserves.
+    /// Bytes of state that a new sequence of `capacity` tokens reserves.
     fn state_bytes(&self, capacity: u32) -> u64;
 
-    /// Bytes of the state budget that are not reserved.
+    /// Bytes of the state budget that are not reserved. Recurrent state counts for each sequence and each snapshot, K/V
+    /// pages that several of them share may count once, until the last lets go.
     fn free_bytes(&self) -> u64;
 
     /// Steps that may be enqueued before the oldest is waited for: 1, or more on devices where

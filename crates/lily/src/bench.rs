@@ -91,7 +91,7 @@ pub fn bench(args: &Bench, global: &Global) -> Result<()> {
     };
     // Before the backend has threads of its own that may still be awake.
     let machine = Machine::probe(probe::threads(global))?;
-    let size = Size { context: tokens, sequences: 1, batch_tokens: PREFILL_CHUNK };
+    let size = Size { context: tokens, sequences: 1, snapshot_bytes: 0, batch_tokens: PREFILL_CHUNK };
     let mut backend = device::open(global, &config, &weights, size)?;
     let runs = prompts.len() as u64 * (1 + u64::from(args.repeat));
     let bar = progress::counted(runs, "measuring", "runs");

@@ -16,6 +16,8 @@ pub struct Size {
     pub context: u32,
     /// Sequences of that length.
     pub sequences: u32,
+    /// Bytes for snapshots beside them.
+    pub snapshot_bytes: u64,
     /// Tokens of a step.
     pub batch_tokens: u32,
 }
@@ -33,6 +35,7 @@ pub fn open(
                 threads: global.threads.map(usize::from),
                 context: size.context,
                 max_sequences: size.sequences,
+                snapshot_bytes: size.snapshot_bytes,
                 max_batch_tokens: size.batch_tokens,
                 exact: global.cpu_exact,
                 ..lily_cpu::Options::default()

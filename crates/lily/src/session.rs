@@ -8,7 +8,6 @@ use lily_engine::output::Delta;
 use lily_engine::request::{Event, Finished, Request, Sampling};
 use lily_engine::scheduler::{self, Engine};
 use lily_model::config::Config;
-use lily_model::footprint::Footprint;
 use lily_model::generation::GenerationDefaults;
 use lily_model::load::Model;
 
@@ -61,8 +60,7 @@ impl Session {
         let context = context(ctx_size, &source.config()?)?;
         let model = source.load()?;
         let batch_tokens = PREFILL_CHUNK + max_sequences;
-        let sequences = max_sequences.saturating_add(cache_sequences(&model.config, context, cache_bytes));
-        let size = Size { context, sequences, batch_tokens };
+        let size = Size { context, sequences: max_sequences, snapshot_bytes: cache_bytes, batch_tokens };
         let backend = device::open(global, &model.config, &model.weights, size)?;
         let limits = backend.limits();
         tracing::info!(
@@ -142,15 +140,6 @@ impl Session {
             }
         }
     }
-}
-
-/// Sequences of full length that take at least so many bytes: a backend's budget is counted in them. None holds
-/// less than K/V in 16 bits and the rest in 32.
-fn cache_sequences(config: &Config, context: u32, cache_bytes: u64) -> u32 {
-    let state = Footprint::new(config);
-    let fixed = 4 * (state.recurrent_values + state.conv_values);
-    let each = fixed + 2 * state.kv_values_per_token * u64::from(context);
-    u32::try_from(cache_bytes.div_ceil(each)).unwrap_or(u32::MAX)
 }
 
 /// Sampling as the model's makers want it.

@@ -21,12 +21,11 @@ macro_rules! each {
     };
 }
 
-/// Sums of four products of bytes, a group of `codes` each with one group of `x`, added to `sum`. `LANE` says which. The
-/// intrinsic is not stable.
+/// Sums of four products of bytes, each group of `codes` with group `lane` of `x`, added to `sum`. The intrinsic is not
+/// stable.
 macro_rules! sdot {
     ($sum:expr, $codes:expr, $x:expr, $lane:literal) => {
         asm!(
-            ".arch_extension dotprod",
             concat!("sdot {0:v}.4s, {1:v}.16b, {2:v}.4b[", $lane, "]"),
             inout(vreg) $sum, in(vreg) $codes, in(vreg) $x,
             options(pure, nomem, nostack, preserves_flags),
