@@ -100,6 +100,11 @@ def check(state, tensors):
         assert np.array_equal(np.concatenate(got, -2), M.affine_values(v.float(), bits).numpy()), k
 
 
+def report(folder):
+    size = sum(f.stat().st_size for f in folder.iterdir())
+    print(f"{folder}: {size} bytes, model.safetensors SHA-256 {hashlib.sha256((folder / 'model.safetensors').read_bytes()).hexdigest()}")
+
+
 def main():
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     ap.add_argument("weights", type=Path)
@@ -118,8 +123,7 @@ def main():
     tensors = write_mlx(a.hf, a.mlx, state)
     check(state, tensors)
     for folder in (a.hf, a.mlx):
-        size = sum(f.stat().st_size for f in folder.iterdir())
-        print(f"{folder}: {size} bytes, model.safetensors SHA-256 {hashlib.sha256((folder / 'model.safetensors').read_bytes()).hexdigest()}")
+        report(folder)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Measures an exported checkpoint on the CPU. FOLDER is either export; arithmetic is f32 everywhere.
+"""Measures a checkpoint on the CPU, in f32 arithmetic. FOLDER is the 4-bit one or a bf16 one in Hugging Face form.
 
   python measure.py text RUNNER FOLDER FILE [--window 1024] [--max-tokens N]
-      how well FILE is predicted, in the definition of `lily eval`; RUNNER is torch (model.py), transformers or mlx
+      how well FILE is predicted, in the definition of `lily eval`; RUNNER is torch (model.py), mlx or
+      transformers (bf16 only)
   python measure.py drafts FOLDER FILE [--window 1024] [--max-tokens N]
       how often the MTP head's first draft is the main model's own most likely token, along the text of FILE
   python measure.py experts FOLDER FILE [--window 1024] [--max-tokens N]
@@ -82,9 +83,11 @@ def torch_rows(folder):
 
 def transformers_rows(folder):
     from transformers import Qwen3_5MoeForCausalLM
-    from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
-    m = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**{**json.loads((folder / "config.json").read_text())["text_config"], "dtype": "float32"})).eval()
-    m.load_state_dict({k: v for k, v in own_state(folder).items() if not k.startswith("mtp.")})
+    m, info = Qwen3_5MoeForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    wrong = {k: v for k, v in info.items() if v}
+    if wrong:
+        sys.exit(f"{folder}: not a bf16 checkpoint that transformers takes whole (expand.py makes one of a 4-bit one): {wrong}")
+    m.eval()
     return lambda ids: m(torch.tensor([ids])).logits[0]
 
 

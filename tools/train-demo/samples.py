@@ -3,7 +3,9 @@
 
 Ten chats, ten continuations and five tool calls by the demo model as it ships, seed 0, as Markdown.
 Each prompt is run once."""
+import datetime
 import json
+import platform
 import subprocess
 import sys
 import tempfile
@@ -26,7 +28,7 @@ def five_tools():
 
 
 def run(prompt, *options):
-    out = subprocess.run([sys.argv[1], "run", "--json", "--seed", "0", *options, prompt], check=True, capture_output=True, text=True)
+    out = subprocess.run([sys.argv[1], "run", "--device", "cpu", "--json", "--seed", "0", *options, prompt], check=True, capture_output=True, text=True)
     return json.loads(out.stdout)
 
 
@@ -36,7 +38,10 @@ def show(title, prompt, answer):
 
 
 def main():
-    print("# What the demo model says\n\nMade by `tools/train-demo/samples.py`, seed 0, nothing left out. A thought stands in italics before its answer.\n")
+    version = subprocess.run([sys.argv[1], "--version"], check=True, capture_output=True, text=True).stdout.strip()
+    print("# What the demo model says\n\n"
+          f"Made by `tools/train-demo/samples.py` with {version}, default arithmetic, on a CPU ({platform.machine()}), {datetime.date.today()}: the\n"
+          "built-in model, seed 0, each prompt once, nothing left out. A thought stands in italics before its answer.\n")
     for i, prompt in enumerate(CHATS):
         reply = run(prompt, "-n", "320", *([] if i % 2 else ["--no-think"]))
         thought = f"*{reply['reasoning']}*\n\n" if reply["reasoning"] else ""
