@@ -38,6 +38,8 @@ pub struct Options {
     pub max_queue: usize,
     /// Most tokens of a prompt that one step reads; at least 1.
     pub prefill_chunk: u32,
+    /// As `prefill_chunk`, in a step that others write in: they wait for it to end.
+    pub shared_prefill_chunk: u32,
     /// Bytes of state that the prefix cache may hold on to, as far as requests leave them; 0: there is no cache.
     pub cache_bytes: u64,
     /// Tokens between two snapshots of a long prompt; at least 1.

@@ -32,6 +32,7 @@ pub fn options() -> Options {
         max_sequences: 8,
         max_queue: 32,
         prefill_chunk: 16,
+        shared_prefill_chunk: 16,
         cache_bytes: 0,
         snapshot_interval: 100,
         eos: vec![END_OF_TURN],

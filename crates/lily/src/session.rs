@@ -19,8 +19,10 @@ use crate::source::Source;
 
 /// Context unless told otherwise: enough for an agent, 1.4 GB of state a sequence with the real model.
 const CONTEXT: u32 = 32_768;
-/// Tokens of a prompt that one step reads.
-pub const PREFILL_CHUNK: u32 = 256;
+/// Tokens of a prompt that one step reads: each of 256 experts then gets 16 of them on average.
+pub const PREFILL_CHUNK: u32 = 512;
+/// The same while others write.
+const SHARED_PREFILL_CHUNK: u32 = 128;
 /// Tokens between two snapshots of a long prompt: what is read again at most where a text was edited.
 const SNAPSHOT_INTERVAL: u32 = 2048;
 /// Requests that may wait.
@@ -76,6 +78,7 @@ impl Session {
             max_sequences: max_sequences as usize,
             max_queue: MAX_QUEUE,
             prefill_chunk: PREFILL_CHUNK,
+            shared_prefill_chunk: SHARED_PREFILL_CHUNK,
             cache_bytes,
             snapshot_interval: SNAPSHOT_INTERVAL,
             eos: model.generation.eos_token_ids.clone(),

@@ -238,7 +238,9 @@ impl Worker {
         }
         // Places are bounded by the tokens of a batch: one is left for the prompt.
         let left = self.backend.limits().max_batch_tokens.saturating_sub(batch.segments.len() as u32);
-        let chunk = self.options.prefill_chunk.min(left).max(1);
+        let Options { prefill_chunk, shared_prefill_chunk, .. } = self.options;
+        let chunk = if segments.is_empty() { prefill_chunk } else { shared_prefill_chunk };
+        let chunk = chunk.min(left).max(1);
         let prefill = self.sequences.iter_mut().enumerate().find_map(|(i, s)| Some((i, s.prefill(chunk)?)));
         let mut reader = None;
         if let Some((i, (segment, advance))) = prefill {
