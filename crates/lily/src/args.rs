@@ -1,6 +1,7 @@
 //! The command line.
 
 use std::path::PathBuf;
+use std::str::FromStr;
 
 use clap::{Parser, Subcommand, ValueEnum};
 
@@ -26,8 +27,8 @@ pub struct Global {
     /// Threads to compute with. Default: one per core
     #[arg(short, long, global = true, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     pub threads: Option<u16>,
-    /// Where to compute
-    #[arg(long, global = true, default_value = "auto")]
+    /// Where to compute: auto (so far the CPU), cpu, cuda or cuda:N
+    #[arg(long, global = true, default_value = "auto", value_name = "DEVICE")]
     pub device: DeviceChoice,
     /// On the CPU: compute with f32 activations and an f32 K/V cache instead of int8 and bf16. Slower, for verification
     #[arg(long, global = true)]
@@ -38,12 +39,29 @@ pub struct Global {
 }
 
 /// A device to compute on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeviceChoice {
-    /// The best one there is; so far that is the CPU
+    /// The best one there is; so far that is the CPU.
     Auto,
-    /// The processor
+    /// The processor.
     Cpu,
+    /// An NVIDIA GPU, by its number.
+    Cuda(usize),
+}
+
+impl FromStr for DeviceChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let number = |n: &str| n.parse().map(Self::Cuda).map_err(|_| format!("{n:?} is no number of a GPU"));
+        match text.split_once(':') {
+            None if text == "auto" => Ok(Self::Auto),
+            None if text == "cpu" => Ok(Self::Cpu),
+            None if text == "cuda" => Ok(Self::Cuda(0)),
+            Some(("cuda", n)) => number(n),
+            _ => Err("expected auto, cpu, cuda or cuda:N".to_owned()),
+        }
+    }
 }
 
 #[derive(Debug, Subcommand)]
@@ -289,6 +307,20 @@ impl std::error::Error for UsageError {}
 mod tests {
     use super::*;
     use clap::CommandFactory;
+
+    #[test]
+    fn devices_are_named_as_elsewhere() {
+        let device = |text: &str| text.parse::<DeviceChoice>().ok();
+        assert_eq!(device("auto"), Some(DeviceChoice::Auto));
+        assert_eq!(device("cpu"), Some(DeviceChoice::Cpu));
+        assert_eq!(
+            (device("cuda"), device("cuda:3")),
+            (Some(DeviceChoice::Cuda(0)), Some(DeviceChoice::Cuda(3)))
+        );
+        for wrong in ["", "gpu", "cuda:", "cuda:x", "cpu:1", "cuda:-1"] {
+            assert_eq!(device(wrong), None, "{wrong}");
+        }
+    }
 
     #[test]
     fn the_command_line_is_consistent() {

@@ -1,9 +1,11 @@
 //! The device that was chosen, as a backend.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::Result;
 use lily_cpu::CpuBackend;
+use lily_cuda::CudaBackend;
 use lily_model::backend::Backend;
 use lily_model::config::Config;
 use lily_model::weights::Weights;
@@ -42,5 +44,23 @@ pub fn open(
             };
             Ok(Box::new(CpuBackend::new(config.clone(), Arc::clone(weights), &options)?))
         }
+        DeviceChoice::Cuda(device) => {
+            let options = lily_cuda::Options {
+                device,
+                context: size.context,
+                max_sequences: size.sequences,
+                max_batch_tokens: size.batch_tokens,
+                cache: kernel_cache(),
+                ..lily_cuda::Options::default()
+            };
+            Ok(Box::new(CudaBackend::new(config.clone(), weights, &options)?))
+        }
     }
+}
+
+/// Where compiled kernels are kept; nowhere if the system names no folder for such things.
+fn kernel_cache() -> Option<PathBuf> {
+    let folder = |name: &str| std::env::var_os(name).filter(|path| !path.is_empty()).map(PathBuf::from);
+    let caches = folder("XDG_CACHE_HOME").or_else(|| folder("HOME").map(|home| home.join(".cache")));
+    caches.map(|caches| caches.join("lily/cuda"))
 }

@@ -105,6 +105,7 @@ fn a_reply_cut_by_a_limit_or_a_stop_string_is_kept_as_well() {
 fn a_long_prompt_leaves_snapshots_at_regular_distances() {
     let harness = harness(|_| say("x"));
     harness.run(request(prompt(250, 1, 350)));
+    wait_until("it is freed", || harness.audit().freed.len() == 1);
     assert_eq!(harness.audit().snapshots, [100, 200, 300, 349, 351]);
     assert_eq!(harness.run(request(prompt(250, 2, 350))).cached(), 200);
     harness.close();

@@ -1,0 +1,298 @@
+// Gated softmax attention between its two projections: docs/model-spec.md, section 4.
+
+#define QUERY (HEADS * HEAD_DIM)
+#define KV (KV_HEADS * HEAD_DIM)
+#define PROJECTED (2 * QUERY + 2 * KV)  // per head query and gate | k | v
+#define RATIO (HEADS / KV_HEADS)
+#define HALF_ROTARY (ROTARY / 2)
+#define PAGE_VALUES (PAGE * HEAD_DIM)  // of one K or V of one head
+
+// K/V of all sequences. Page p of an attention layer: [K or V, KV_HEADS, PAGE, HEAD_DIM] bf16, pages `stride` values apart.
+struct Cache {
+    u16* values;      // of this layer
+    u64 stride;       // between pages
+    const u32* pages; // per slot `most` page numbers
+    u32 most;
+};
+
+__device__ __forceinline__ u16* page_of(const Cache& c, u32 slot, u32 position, u32 value, u32 head) {
+    const u64 page = __ldcg(c.pages + (u64)slot * c.most + position / PAGE);
+    return c.values + page * c.stride + (u64)(value * KV_HEADS + head) * PAGE_VALUES;
+}
+
+// Cosines and sines of all positions, [positions, HALF_ROTARY]; in f64, since an f32 angle is off by 0.01 far out.
+extern "C" __global__ void __launch_bounds__(THREADS) rotary_table(const double* frequencies, float2* table, u32 positions) {
+    const u64 i = (u64)blockIdx.x * THREADS + threadIdx.x;
+    if (i >= (u64)positions * HALF_ROTARY) return;
+    const double angle = (double)(i / HALF_ROTARY) * frequencies[i % HALF_ROTARY];
+    table[i] = make_float2((float)cos(angle), (float)sin(angle));
+}
+
+// Norm and rotation of queries (into `queries`, times HEAD_DIM^-0.5) and keys, and the append of K and V. A warp has a head
+// of a row; grid: (ceil((HEADS + 2 KV_HEADS) / WARPS), rows).
+extern "C" __global__ void __launch_bounds__(THREADS)
+append(const Segment* segments, const Row* rows, const float* projected, const float* q_norm, const float* k_norm,
+       const float2* table, Cache cache, float* queries) {
+    constexpr int N = (HEAD_DIM + 31) / 32;
+    __shared__ float heads[WARPS][HEAD_DIM];
+    launch_dependents();
+    wait_for_inputs();
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, item = blockIdx.x * WARPS + warp;
+    const u64 index = blockIdx.y;
+    if (item >= HEADS + 2 * KV_HEADS) return;
+    const Row row = rows[index];
+    const u32 slot = segments[row.segment].slot;
+    const bool is_query = item < HEADS, is_key = !is_query && item < HEADS + KV_HEADS;
+    const u32 head = is_query ? item : (item - HEADS) % KV_HEADS;
+    const float* in = projected + index * PROJECTED +
+                      (is_query ? 2 * item * HEAD_DIM : 2 * QUERY + (is_key ? 0 : KV) + head * HEAD_DIM);
+    float v[N], squares = 0;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        v[i] = i * 32 + lane < HEAD_DIM ? __ldcg(in + i * 32 + lane) : 0.0f;
+        squares += v[i] * v[i];
+    }
+    u16* page = is_query ? nullptr : page_of(cache, slot, row.position, is_key ? 0 : 1, head) + row.position % PAGE * HEAD_DIM;
+    if (!is_query && !is_key) {
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            if (i * 32 + lane < HEAD_DIM) page[i * 32 + lane] = (u16)pack_bf16(v[i], 0);
+        return;
+    }
+    const float scale = rsqrtf(warp_sum(squares) / HEAD_DIM + EPS);
+    const float* gain = is_query ? q_norm : k_norm;
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        if (i * 32 + lane < HEAD_DIM) heads[warp][i * 32 + lane] = v[i] * scale * __ldg(gain + i * 32 + lane);
+    __syncwarp();
+    const float2* angles = table + (u64)row.position * HALF_ROTARY;
+    const float* h = heads[warp];
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        const u32 d = i * 32 + lane;
+        if (d >= HEAD_DIM) continue;
+        float x = h[d];
+        if (d < HALF_ROTARY) {
+            const float2 a = __ldg(angles + d);
+            x = h[d] * a.x - h[d + HALF_ROTARY] * a.y;
+        } else if (d < ROTARY) {
+            const float2 a = __ldg(angles + d - HALF_ROTARY);
+            x = h[d] * a.x + h[d - HALF_ROTARY] * a.y;
+        }
+        if (is_query) queries[(index * HEADS + head) * HEAD_DIM + d] = x * (rsqrtf((float)HEAD_DIM));
+        else page[d] = (u16)pack_bf16(x, 0);
+    }
+}
+
+// --- split-K flash attention ---
+//
+// A block has a row's queries of one K/V head and a run of its pages. The heads' queries are the rows of A, hi in rows 0..7
+// and lo in rows 8..15; a warp has 16 keys of each page. Softmax weights are split into hi and lo too.
+
+#define FLASH_WARPS 4
+#define FLASH_THREADS 128
+#define CHUNKS (HEAD_DIM / 8)  // of 16 bytes in a row
+#define PAGE_BYTES (PAGE_VALUES * 2)
+#define FLASH_STAGES 2
+
+__device__ __forceinline__ void load_matrices(u32 (&r)[4], const u8* p) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(p)) : "memory");
+}
+__device__ __forceinline__ void load_matrices_transposed(u32 (&r)[4], const u8* p) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(p)) : "memory");
+}
+// 16-byte chunks of a row, turned by the row so that eight rows' chunks lie in different banks.
+__device__ __forceinline__ const u8* chunk(const u8* tile, u32 row, u32 c) {
+    return tile + row * (HEAD_DIM * 2) + ((c ^ (row & 7)) * 16);
+}
+__device__ __forceinline__ void copy16(u8* to, const void* from, bool real) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(real ? 16 : 0) : "memory");
+}
+
+struct Softmax {
+    float max, sum;
+};
+
+// Pages of a row that split `split` of `splits` has.
+__device__ __forceinline__ void page_range(u32 position, u32 split, u32 splits, u32& begin, u32& end) {
+    const u32 pages = position / PAGE + 1, per = (pages + splits - 1) / splits;
+    begin = min(pages, split * per);
+    end = min(pages, begin + per);
+}
+
+// Splits that have a page.
+__device__ __forceinline__ u32 used_splits(u32 position, u32 splits) {
+    const u32 pages = position / PAGE + 1, per = (pages + splits - 1) / splits;
+    return (pages + per - 1) / per;
+}
+
+// Grid: (splits, KV_HEADS, rows). partial: [rows, HEADS, splits, HEAD_DIM], not yet divided by the sums in `stats`,
+// [rows, HEADS, splits].
+extern "C" __global__ void __launch_bounds__(FLASH_THREADS)
+flash(const Segment* segments, const Row* rows, const float* queries, Cache cache, float* partial, Softmax* stats) {
+    extern __shared__ __align__(128) u8 shared[];
+    u8* q_tile = shared;                                   // 16 x HEAD_DIM
+    u8* stages = shared + 16 * HEAD_DIM * 2;               // FLASH_STAGES x (K, V)
+    const u32 tid = threadIdx.x, warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
+    launch_dependents();
+    const Row row = rows[blockIdx.z];
+    const u32 kv_head = blockIdx.y, split = blockIdx.x, splits = gridDim.x;
+    u32 begin, end;
+    page_range(row.position, split, splits, begin, end);
+    wait_for_inputs();
+    if (begin >= end) return;
+    const u32 slot = segments[row.segment].slot;
+    auto fetch = [&](u32 page) {
+        if (page < end) {
+            u8* to = stages + page % FLASH_STAGES * (2 * PAGE_BYTES);
+            for (u32 value = 0; value < 2; value++) {
+                const u16* from = page_of(cache, slot, page * PAGE, value, kv_head);
+                // Warps have 16 keys each; those without a real one do nothing.
+                const u32 keys = min((u32)PAGE, (row.position - page * PAGE) / 16 * 16 + 16);
+#pragma unroll 4
+                for (u32 i = tid; i < keys * CHUNKS; i += FLASH_THREADS) {
+                    const u32 key = i / CHUNKS, c = i % CHUNKS;
+                    // What lies behind the sequence's end may be anything: zeros stand in for it.
+                    copy16((u8*)chunk(to + value * PAGE_BYTES, key, c), from + key * HEAD_DIM + c * 8, page * PAGE + key <= row.position);
+                }
+            }
+        }
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    };
+    fetch(begin);
+    const float* q = queries + ((u64)blockIdx.z * HEADS + kv_head * RATIO) * HEAD_DIM;
+    constexpr int Q_STEPS = (8 * HEAD_DIM / 4 + FLASH_THREADS - 1) / FLASH_THREADS;
+    float4 qs[Q_STEPS];
+#pragma unroll
+    for (int j = 0; j < Q_STEPS; j++) {
+        const u32 i = tid + j * FLASH_THREADS;
+        qs[j] = i / (HEAD_DIM / 4) < RATIO ? __ldcg((const float4*)q + i) : make_float4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int j = 0; j < Q_STEPS; j++) {
+        const u32 i = tid + j * FLASH_THREADS, head = i / (HEAD_DIM / 4), d = i % (HEAD_DIM / 4) * 4;
+        const float4 v = qs[j];
+        const u32 h0 = pack_bf16(v.x, v.y), h1 = pack_bf16(v.z, v.w);
+        if (head < 8) {
+            *(uint2*)(chunk(q_tile, head, d / 8) + d % 8 * 2) = make_uint2(h0, h1);
+            *(uint2*)(chunk(q_tile, head + 8, d / 8) + d % 8 * 2) = make_uint2(pack_bf16(v.x - bf16_low(h0), v.y - bf16_high(h0)),
+                                                                              pack_bf16(v.z - bf16_low(h1), v.w - bf16_high(h1)));
+        }
+    }
+    float o[HEAD_DIM / 8][4];
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 8; i++) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0;
+    float top = -INFINITY, sum = 0;
+    for (u32 page = begin; page < end; page++) {
+        fetch(page + 1);
+        asm volatile("cp.async.wait_group 1;" ::: "memory");
+        __syncthreads();
+        const u8* k_tile = stages + page % FLASH_STAGES * (2 * PAGE_BYTES);
+        const u8* v_tile = k_tile + PAGE_BYTES;
+        const u32 key0 = page * PAGE + warp * 16;
+        if (key0 <= row.position) {
+            float c[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
+#pragma unroll
+            for (int ks = 0; ks < HEAD_DIM / 16; ks++) {
+                u32 a[4], b[4];
+                load_matrices(a, chunk(q_tile, lane % 16, ks * 2 + lane / 16));
+                load_matrices(b, chunk(k_tile, warp * 16 + lane / 16 * 8 + lane % 8, ks * 2 + lane / 8 % 2));
+                mma(c[0], a[0], a[1], a[2], a[3], b[0], b[1]);
+                mma(c[1], a[0], a[1], a[2], a[3], b[2], b[3]);
+            }
+            float s[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                s[i] = c[i / 2][i % 2] + c[i / 2][i % 2 + 2];
+                if (key0 + i / 2 * 8 + t * 2 + i % 2 > row.position) s[i] = -INFINITY;
+            }
+            float high = fmaxf(fmaxf(s[0], s[1]), fmaxf(s[2], s[3]));
+            high = fmaxf(high, __shfl_xor_sync(FULL, high, 1));
+            high = fmaxf(high, __shfl_xor_sync(FULL, high, 2));
+            const float before = top;
+            top = fmaxf(top, high);
+            // A head without a finite score stays at -inf; its sums become NaN, as they must.
+            const float shrink = before == top ? 1.0f : __expf(before - top);
+            if (__any_sync(FULL, shrink != 1.0f)) {
+                sum *= shrink;
+#pragma unroll
+                for (int i = 0; i < HEAD_DIM / 8; i++) {
+                    o[i][0] *= shrink; o[i][1] *= shrink; o[i][2] *= shrink; o[i][3] *= shrink;
+                }
+            }
+            float p[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                p[i] = __expf(s[i] - top);
+                sum += p[i];
+            }
+            const u32 h0 = pack_bf16(p[0], p[1]), h1 = pack_bf16(p[2], p[3]);
+            const u32 l0 = pack_bf16(p[0] - bf16_low(h0), p[1] - bf16_high(h0)), l1 = pack_bf16(p[2] - bf16_low(h1), p[3] - bf16_high(h1));
+#pragma unroll
+            for (int d = 0; d < HEAD_DIM / 16; d++) {
+                u32 b[4];
+                load_matrices_transposed(b, chunk(v_tile, warp * 16 + lane % 16, d * 2 + lane / 16));
+                mma(o[2 * d], h0, l0, h1, l1, b[0], b[1]);
+                mma(o[2 * d + 1], h0, l0, h1, l1, b[2], b[3]);
+            }
+        }
+        __syncthreads();
+    }
+    sum += __shfl_xor_sync(FULL, sum, 1);
+    sum += __shfl_xor_sync(FULL, sum, 2);
+    // The warps' parts become one.
+    float* parts = (float*)stages;  // [FLASH_WARPS, 8, HEAD_DIM]
+    __shared__ Softmax softmaxes[FLASH_WARPS][8];
+    if (t == 0) softmaxes[warp][g] = Softmax{top, sum};
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 8; i++) {
+        float* p = parts + (warp * 8 + g) * HEAD_DIM + i * 8 + t * 2;
+        p[0] = o[i][0] + o[i][2];
+        p[1] = o[i][1] + o[i][3];
+    }
+    __syncthreads();
+    // What each warp's part counts, per head.
+    __shared__ float scales[FLASH_WARPS][8];
+    if (tid < 8) {
+        float high = -INFINITY, total = 0;
+        for (int w = 0; w < FLASH_WARPS; w++) high = fmaxf(high, softmaxes[w][tid].max);
+        for (int w = 0; w < FLASH_WARPS; w++) {
+            const Softmax s = softmaxes[w][tid];
+            scales[w][tid] = s.sum == 0.0f ? 0.0f : __expf(s.max - high);  // 0: a warp without keys
+            total = fmaf(s.sum, scales[w][tid], total);
+        }
+        if (tid < RATIO) stats[((u64)blockIdx.z * HEADS + kv_head * RATIO + tid) * splits + split] = Softmax{high, total};
+    }
+    __syncthreads();
+#pragma unroll 4
+    for (u32 i = tid; i < RATIO * HEAD_DIM; i += FLASH_THREADS) {
+        const u32 head = i / HEAD_DIM, d = i % HEAD_DIM;
+        float value = 0;
+#pragma unroll
+        for (int w = 0; w < FLASH_WARPS; w++) value = fmaf(parts[(w * 8 + head) * HEAD_DIM + d], scales[w][head], value);
+        partial[(((u64)blockIdx.z * HEADS + kv_head * RATIO + head) * splits + split) * HEAD_DIM + d] = value;
+    }
+}
+
+// Joins a row's splits and applies the output gate: attended, [rows, QUERY]. Grid: (HEADS, rows), HEAD_DIM threads.
+extern "C" __global__ void __launch_bounds__(HEAD_DIM)
+combine(const Row* rows, const float* projected, const float* partial, const Softmax* stats, u32 splits, float* attended) {
+    launch_dependents();
+    const u32 head = blockIdx.x, d = threadIdx.x;
+    const u64 index = blockIdx.y, at = (index * HEADS + head) * splits;
+    const u32 position = rows[index].position;
+    wait_for_inputs();
+    const float gate = __ldcg(projected + index * PROJECTED + (2 * head + 1) * HEAD_DIM + d);
+    const u32 used = used_splits(position, splits);
+    float high = -INFINITY, total = 0, value = 0;
+    for (u32 s = 0; s < used; s++) high = fmaxf(high, __ldcg(&stats[at + s].max));
+#pragma unroll 8
+    for (u32 s = 0; s < used; s++) {
+        const float scale = __expf(__ldcg(&stats[at + s].max) - high);
+        total += scale * __ldcg(&stats[at + s].sum);
+        value += scale * __ldcg(partial + (at + s) * HEAD_DIM + d);
+    }
+    attended[index * QUERY + head * HEAD_DIM + d] = value / total * sigmoid(gate);
+}

@@ -1,0 +1,188 @@
+// Mixture of experts: docs/model-spec.md, section 5. Router logits come from a product, its last row the shared gate.
+//
+// Experts are packed one after another; a row block of gate and up has 8 rows of gate, then the same 8 of up, so that the
+// lane that holds a gate also holds its up. Slot TOP_K of a token is the shared expert.
+
+// Chooses experts for every row and groups the pairs (row, slot) by expert. One block of 1,024 threads.
+// weights: [rows, SLOTS]; pairs: row * SLOTS + slot, by expert; work: pieces of GROUP pairs, `counts[0]` of them.
+extern "C" __global__ void __launch_bounds__(1024)
+route(const float* logits, u32 rows, float* weights, u32* chosen, u32* pairs, Work* work, u32* counts) {
+    __shared__ u32 size[EXPERTS + 1], start[EXPERTS + 1], pieces[EXPERTS + 1];
+    launch_dependents();
+    wait_for_inputs();
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (u32 e = threadIdx.x; e <= EXPERTS; e += 1024) size[e] = e == EXPERTS ? rows : 0;
+    __syncthreads();
+    for (u32 row = warp; row < rows; row += 32) {
+        u32 index;
+        float value;
+        const float* l = logits + (u64)row * ROUTER_ROWS;
+        warp_top_k(l, lane, index, value);
+        const float weight = top_k_weight(value, lane);
+        if (lane < TOP_K) {
+            weights[row * SLOTS + lane] = weight;
+            chosen[row * SLOTS + lane] = index;
+            atomicAdd(&size[index], 1);
+        }
+        if (lane == TOP_K) {
+            weights[row * SLOTS + TOP_K] = sigmoid(__ldcg(l + EXPERTS));
+            chosen[row * SLOTS + TOP_K] = EXPERTS;
+        }
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        u32 at = 0, piece = 0;
+        for (u32 e = 0; e <= EXPERTS; e++) {
+            start[e] = at;
+            pieces[e] = piece;
+            at += size[e];
+            piece += (size[e] + GROUP - 1) / GROUP;
+        }
+        counts[0] = piece;
+    }
+    __syncthreads();
+    for (u32 e = threadIdx.x; e <= EXPERTS; e += 1024)
+        for (u32 i = 0; i * GROUP < size[e]; i++)
+            work[pieces[e] + i] = Work{e, start[e] + i * GROUP, min((u32)GROUP, size[e] - i * GROUP), 0};
+    __syncthreads();
+    // `chosen` was written by this block: visible behind its barriers.
+    for (u32 i = threadIdx.x; i < rows * SLOTS; i += 1024) {
+        const u32 e = __ldcg(chosen + i);
+        pairs[atomicAdd(&start[e], 1)] = i;
+    }
+}
+
+// A warp's tiles of one row block for up to GROUP pairs; fragments' row of pair i is rows[i] (in shared memory). Four tiles
+// are on their way at a time.
+template <int FORM>
+__device__ __forceinline__ void multiply_group(const u8* tiles, u32 k_tiles, const u8* fragments, const float* sums, u32 row_tiles,
+                                               const u32* rows, u32 count, u32 warp, int lane, float (&total)[4][2]) {
+    constexpr int AHEAD = FORM == Q4 ? 4 : 1, STORED = FORM == BF16X2 ? BF16 : FORM;
+    const u32 last = first_tile(warp + 1, k_tiles);
+    for (u32 tile0 = first_tile(warp, k_tiles); tile0 < last; tile0 += AHEAD) {
+        Tile<STORED> w[AHEAD];
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++)
+            w[i] = load_tile<STORED>(tiles + (u64)min(tile0 + i, last - 1) * tile_bytes<FORM>(), lane);
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+            if (n * 4 >= count) continue;
+            const u32 column = n * 4 + (lane >> 3), token = n * 4 + (lane & 3);
+            const long long row = column < count ? (long long)rows[column] : -1;
+            const float* sum_row = sums + (u64)(token < count ? rows[token] : 0) * row_tiles;
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++) {
+                if (tile0 + i >= last) continue;
+                const Fragment x = load_fragment(fragments, row, row_tiles, tile0 + i, lane);
+                const float sum = token < count ? __ldcg(sum_row + tile0 + i) : 0.0f;
+                multiply<STORED>(w[i], x, sum, total[n]);
+                if constexpr (FORM == BF16X2)
+                    multiply<BF16>(load_tile<BF16>(tiles + (u64)(tile0 + i) * tile_bytes<FORM>() + 2048, lane), x, sum, total[n]);
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ void store_totals(float (*partial)[GROUP][TILE_ROWS], u32 warp, int lane, const float (&total)[4][2]) {
+#pragma unroll
+    for (int n = 0; n < 4; n++) {
+        partial[warp][n * 4 + (lane & 3)][lane >> 2] = total[n][0];
+        partial[warp][n * 4 + (lane & 3)][(lane >> 2) + 8] = total[n][1];
+    }
+}
+
+// middle[pair] = SiLU(gate x) * (up x). Grid: (row blocks, any): blocks of y stride over the pieces of work.
+template <int FORM>
+__device__ __forceinline__ void gate_up(const u8* experts, const u8* shared_expert, const Work* work, const u32* counts,
+                                        const u32* pairs, const u8* fragments, const float* sums, const float* scale, float* middle) {
+    __shared__ float partial[WARPS][GROUP][TILE_ROWS];
+    __shared__ u32 rows[GROUP], mine[GROUP];
+    launch_dependents();
+    wait_for_inputs();
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, block = blockIdx.x, n = __ldcg(counts);
+    for (u32 i = blockIdx.y; i < n; i += gridDim.y) {
+        const Work w = work[i];
+        if (block >= (w.expert == EXPERTS ? SHARED_BLOCKS : GATE_UP_BLOCKS)) continue;
+        __syncthreads();
+        if (threadIdx.x < w.count) {
+            mine[threadIdx.x] = __ldcg(pairs + w.first + threadIdx.x);
+            rows[threadIdx.x] = mine[threadIdx.x] / SLOTS;
+        }
+        __syncthreads();
+        constexpr u64 STRIP = HIDDEN_TILES * tile_bytes<FORM>();
+        const u8* tiles = w.expert == EXPERTS ? shared_expert + block * STRIP : experts + ((u64)w.expert * GATE_UP_BLOCKS + block) * STRIP;
+        float total[4][2] = {};
+        multiply_group<FORM>(tiles, HIDDEN_TILES, fragments, sums, HIDDEN_TILES, rows, w.count, warp, lane, total);
+        store_totals(partial, warp, lane, total);
+        __syncthreads();
+        for (u32 j = threadIdx.x; j < w.count * 8; j += THREADS) {
+            const u32 pair = j / 8, r = j % 8, width = w.expert == EXPERTS ? SHARED_WIDTH : EXPERT_WIDTH;
+            float gate = 0, up = 0;
+            for (int k = 0; k < WARPS; k++) {
+                gate += partial[k][pair][r];
+                up += partial[k][pair][r + 8];
+            }
+            const float s = __ldcg(scale + rows[pair]);
+            if (block * 8 + r < width) middle[(u64)mine[pair] * (MIDDLE) + block * 8 + r] = swiglu(gate, up, s);
+        }
+    }
+}
+
+// expanded[pair] = down middle[pair]. Grid as `gate_up`.
+template <int FORM>
+__device__ __forceinline__ void down(const u8* experts, const u8* shared_expert, const Work* work, const u32* counts,
+                                     const u32* pairs, const u8* fragments, const float* sums, float* expanded) {
+    __shared__ float partial[WARPS][GROUP][TILE_ROWS];
+    __shared__ u32 mine[GROUP];
+    launch_dependents();
+    wait_for_inputs();
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, block = blockIdx.x, n = __ldcg(counts);
+    for (u32 i = blockIdx.y; i < n; i += gridDim.y) {
+        const Work w = work[i];
+        __syncthreads();
+        if (threadIdx.x < w.count) mine[threadIdx.x] = __ldcg(pairs + w.first + threadIdx.x);
+        __syncthreads();
+        const bool is_shared = w.expert == EXPERTS;
+        const u64 strip = (is_shared ? SHARED_TILES : EXPERT_TILES) * tile_bytes<FORM>();
+        const u8* tiles = is_shared ? shared_expert + block * strip : experts + ((u64)w.expert * HIDDEN_BLOCKS + block) * strip;
+        float total[4][2] = {};
+        multiply_group<FORM>(tiles, is_shared ? SHARED_TILES : EXPERT_TILES, fragments, sums, MIDDLE_TILES, mine, w.count, warp, lane, total);
+        store_totals(partial, warp, lane, total);
+        __syncthreads();
+        for (u32 j = threadIdx.x; j < w.count * TILE_ROWS; j += THREADS) {
+            const u32 pair = j / TILE_ROWS, r = j % TILE_ROWS;
+            float v = 0;
+            for (int k = 0; k < WARPS; k++) v += partial[k][pair][r];
+            if (block * TILE_ROWS + r < HIDDEN) expanded[(u64)mine[pair] * HIDDEN + block * TILE_ROWS + r] = v;
+        }
+    }
+}
+
+// x[row] += sum over slots of weight * expanded, in the order of the slots.
+extern "C" __global__ void __launch_bounds__(THREADS) add_experts(const float* weights, const float* expanded, float* x) {
+    launch_dependents();
+    wait_for_inputs();
+    const u64 row = blockIdx.y;
+    const u32 i = blockIdx.x * THREADS + threadIdx.x;
+    if (i >= HIDDEN) return;
+    float y = 0;
+#pragma unroll
+    for (int s = 0; s < SLOTS; s++) y = fmaf(__ldcg(weights + row * SLOTS + s), __ldcg(expanded + (row * SLOTS + s) * HIDDEN + i), y);
+    x[row * HIDDEN + i] += y;
+}
+
+#define MOE(suffix, form)                                                                                                     \
+    extern "C" __global__ void __launch_bounds__(THREADS, 2) gate_up_##suffix(                                                   \
+        const u8* experts, const u8* shared_expert, const Work* work, const u32* counts, const u32* pairs, const u8* fragments, \
+        const float* sums, const float* scale, float* middle) {                                                               \
+        gate_up<form>(experts, shared_expert, work, counts, pairs, fragments, sums, scale, middle);                           \
+    }                                                                                                                         \
+    extern "C" __global__ void __launch_bounds__(THREADS, 2) down_##suffix(                                                      \
+        const u8* experts, const u8* shared_expert, const Work* work, const u32* counts, const u32* pairs, const u8* fragments, \
+        const float* sums, float* expanded) {                                                                                 \
+        down<form>(experts, shared_expert, work, counts, pairs, fragments, sums, expanded);                                   \
+    }
+MOE(q4, Q4)
+MOE(q8, Q8)
+MOE(bf16, BF16)
+MOE(bf16x2, BF16X2)

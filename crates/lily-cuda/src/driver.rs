@@ -1,0 +1,542 @@
+//! The CUDA driver: one context and one stream, memory, launches, graphs. The library is loaded at run time.
+
+use std::ffi::{CStr, CString, c_void};
+use std::ptr;
+use std::sync::Arc;
+
+use cudarc::driver::sys::{self, CUdevice_attribute_enum as Attribute, CUdeviceptr, CUresult};
+
+/// A call into the driver failed.
+#[derive(Clone, Debug, thiserror::Error, PartialEq)]
+pub enum DriverError {
+    /// There is no driver on this machine.
+    #[error("no CUDA driver on this machine (libcuda can't be loaded): use another device")]
+    NoDriver,
+    /// The device is not there.
+    #[error("there is no CUDA device {index}; {count} found")]
+    NoDevice {
+        /// Asked for.
+        index: usize,
+        /// Devices of this machine.
+        count: usize,
+    },
+    /// The device is too old.
+    #[error("{name} has compute capability {major}.{minor}; Lily's kernels need 8.0 or newer")]
+    TooOld {
+        /// Of the device.
+        name: String,
+        /// Of its compute capability.
+        major: i32,
+        /// Of its compute capability.
+        minor: i32,
+    },
+    /// Memory ran out.
+    #[error("out of device memory: {needed} bytes for {what}, {free} are free")]
+    OutOfMemory {
+        /// Asked for.
+        needed: usize,
+        /// What it is for.
+        what: String,
+        /// Free at the time.
+        free: usize,
+    },
+    /// Anything else, with the driver's name for it.
+    #[error("{call} failed: {name}")]
+    Call {
+        /// What was called.
+        call: &'static str,
+        /// The driver's name of the error.
+        name: String,
+    },
+}
+
+fn check(call: &'static str, result: CUresult) -> Result<(), DriverError> {
+    if result == CUresult::CUDA_SUCCESS {
+        return Ok(());
+    }
+    let mut name = ptr::null();
+    // SAFETY: the driver is loaded, since a call returned; it hands out a static string or leaves null.
+    let name = unsafe {
+        sys::cuGetErrorName(result, &mut name);
+        if name.is_null() { "unknown error".into() } else { CStr::from_ptr(name).to_string_lossy() }
+    };
+    Err(DriverError::Call { call, name: name.into_owned() })
+}
+
+/// A device with its primary context and the one stream that all work goes through.
+pub struct Context {
+    device: sys::CUdevice,
+    stream: sys::CUstream,
+    /// Marketing name.
+    pub name: String,
+    /// Compute capability: 90 is 9.0.
+    pub capability: u32,
+    /// Streaming multiprocessors.
+    pub multiprocessors: u32,
+    /// Most bytes of shared memory that a block may ask for.
+    pub shared_memory: u32,
+}
+
+// SAFETY: contexts and streams may be used from any thread that has made the context current, which every entry does.
+unsafe impl Send for Context {}
+// SAFETY: as above; the driver locks.
+unsafe impl Sync for Context {}
+
+impl Context {
+    /// Opens a device.
+    pub fn open(index: usize) -> Result<Arc<Self>, DriverError> {
+        // SAFETY: looks for the library only.
+        if !unsafe { sys::is_culib_present() } {
+            return Err(DriverError::NoDriver);
+        }
+        let (mut count, mut device) = (0, 0);
+        // SAFETY: out-pointers are valid; the driver is there.
+        unsafe {
+            if sys::cuInit(0) != CUresult::CUDA_SUCCESS {
+                return Err(DriverError::NoDevice { index, count: 0 });
+            }
+            check("cuDeviceGetCount", sys::cuDeviceGetCount(&mut count))?;
+        }
+        if index >= count as usize {
+            return Err(DriverError::NoDevice { index, count: count as usize });
+        }
+        let mut name = [0; 256];
+        // SAFETY: as above; `name` is as long as said.
+        unsafe {
+            check("cuDeviceGet", sys::cuDeviceGet(&mut device, index as i32))?;
+            check("cuDeviceGetName", sys::cuDeviceGetName(name.as_mut_ptr(), 256, device))?;
+        }
+        // SAFETY: the driver has ended the string with a zero.
+        let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();
+        let attribute = |a| -> Result<i32, DriverError> {
+            let mut value = 0;
+            // SAFETY: the out-pointer and the device are valid.
+            check("cuDeviceGetAttribute", unsafe { sys::cuDeviceGetAttribute(&mut value, a, device) })?;
+            Ok(value)
+        };
+        let major = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+        let minor = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+        if major < 8 {
+            return Err(DriverError::TooOld { name, major, minor });
+        }
+        let (mut context, mut stream) = (ptr::null_mut(), ptr::null_mut());
+        // SAFETY: out-pointers are valid; the context is retained until `drop`.
+        unsafe {
+            check("cuDevicePrimaryCtxRetain", sys::cuDevicePrimaryCtxRetain(&mut context, device))?;
+            check("cuCtxSetCurrent", sys::cuCtxSetCurrent(context))?;
+            check("cuStreamCreate", sys::cuStreamCreate(&mut stream, 1))?;
+        }
+        Ok(Arc::new(Self {
+            device,
+            stream,
+            name,
+            capability: (major * 10 + minor) as u32,
+            multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32,
+            shared_memory: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?
+                as u32,
+        }))
+    }
+
+    /// Makes the context current on the calling thread; a backend that moved between threads calls it first.
+    pub fn enter(&self) -> Result<(), DriverError> {
+        let mut context = ptr::null_mut();
+        // SAFETY: retaining again and releasing at once yields the primary context, which `self` keeps alive.
+        unsafe {
+            check("cuDevicePrimaryCtxRetain", sys::cuDevicePrimaryCtxRetain(&mut context, self.device))?;
+            check("cuDevicePrimaryCtxRelease", sys::cuDevicePrimaryCtxRelease_v2(self.device))?;
+            check("cuCtxSetCurrent", sys::cuCtxSetCurrent(context))
+        }
+    }
+
+    /// Waits until everything that was enqueued is done.
+    pub fn synchronize(&self) -> Result<(), DriverError> {
+        // SAFETY: the stream lives as long as `self`.
+        check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.stream) })
+    }
+
+    /// Bytes free on the device, and in all.
+    pub fn memory(&self) -> Result<(usize, usize), DriverError> {
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: out-pointers are valid.
+        check("cuMemGetInfo", unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) })?;
+        Ok((free, total))
+    }
+
+    /// Memory for `bytes` bytes (at least one), not initialised.
+    pub fn allocate(self: &Arc<Self>, bytes: usize, what: &str) -> Result<Buffer, DriverError> {
+        let (mut address, bytes) = (0, bytes.max(16));
+        // SAFETY: the out-pointer is valid.
+        let result = unsafe { sys::cuMemAlloc_v2(&mut address, bytes) };
+        if result == CUresult::CUDA_ERROR_OUT_OF_MEMORY {
+            let free = self.memory()?.0;
+            return Err(DriverError::OutOfMemory { needed: bytes, what: what.to_owned(), free });
+        }
+        check("cuMemAlloc", result)?;
+        Ok(Buffer { address, bytes, context: self.clone() })
+    }
+
+    /// Memory with bytes of the host in it.
+    pub fn upload(self: &Arc<Self>, bytes: &[u8], what: &str) -> Result<Buffer, DriverError> {
+        let buffer = self.allocate(bytes.len(), what)?;
+        buffer.write(0, bytes)?;
+        Ok(buffer)
+    }
+
+    /// Enqueues a launch. With `overlap` the kernel may begin before its predecessor has ended: it must wait itself.
+    pub fn launch(&self, function: Function, shape: Shape, args: &mut Args) -> Result<(), DriverError> {
+        let mut attribute = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        let [x, y, z] = shape.grid;
+        let config = sys::CUlaunchConfig {
+            gridDimX: x,
+            gridDimY: y,
+            gridDimZ: z,
+            blockDimX: shape.threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: shape.shared,
+            hStream: self.stream,
+            attrs: &mut attribute,
+            numAttrs: u32::from(shape.overlap && self.capability >= 90),
+        };
+        let mut pointers = args.pointers();
+        // SAFETY: `pointers` lead to one value per parameter of the kernel, as the callers in `forward` and `decode`
+        // write them in the kernel's order; the driver copies them during the call.
+        let result =
+            unsafe { sys::cuLaunchKernelEx(&config, function.0, pointers.as_mut_ptr(), ptr::null_mut()) };
+        check("cuLaunchKernelEx", result)
+    }
+
+    /// Fills with a byte, in the order of the stream.
+    pub fn fill(&self, at: u64, byte: u8, bytes: usize) -> Result<(), DriverError> {
+        // SAFETY: callers pass ranges of their buffers.
+        check("cuMemsetD8Async", unsafe { sys::cuMemsetD8Async(at, byte, bytes, self.stream) })
+    }
+
+    /// Copies within the device, in the order of the stream.
+    pub fn copy(&self, to: u64, from: u64, bytes: usize) -> Result<(), DriverError> {
+        // SAFETY: callers pass ranges of their buffers.
+        check("cuMemcpyDtoDAsync", unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, bytes, self.stream) })
+    }
+
+    /// Copies from the host in the order of the stream; pinned memory must stay unchanged until then.
+    pub fn send(&self, to: u64, from: &[u8]) -> Result<(), DriverError> {
+        // SAFETY: callers pass ranges of their buffers; pageable memory is copied before the call returns.
+        let result = unsafe { sys::cuMemcpyHtoDAsync_v2(to, from.as_ptr().cast(), from.len(), self.stream) };
+        check("cuMemcpyHtoDAsync", result)
+    }
+
+    /// Copies to the host in the order of the stream; pageable memory is filled when the call returns.
+    pub fn receive(&self, to: &mut [u8], from: u64) -> Result<(), DriverError> {
+        // SAFETY: `to` is as long as said; callers pass ranges of their buffers.
+        let result =
+            unsafe { sys::cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), from, to.len(), self.stream) };
+        check("cuMemcpyDtoHAsync", result)
+    }
+
+    /// Records what `enqueue` enqueues as a graph instead of running it.
+    pub fn capture(
+        self: &Arc<Self>,
+        enqueue: impl FnOnce() -> Result<(), DriverError>,
+    ) -> Result<Graph, DriverError> {
+        let (mut graph, mut exec) = (ptr::null_mut(), ptr::null_mut());
+        // SAFETY: the stream is ours alone, so nobody else enqueues during the capture; the graph is destroyed after
+        // its executable form is made.
+        unsafe {
+            let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+            check("cuStreamBeginCapture", sys::cuStreamBeginCapture_v2(self.stream, mode))?;
+            let enqueued = enqueue();
+            let ended = check("cuStreamEndCapture", sys::cuStreamEndCapture(self.stream, &mut graph));
+            enqueued?;
+            ended?;
+            let result = sys::cuGraphInstantiateWithFlags(&mut exec, graph, 0);
+            sys::cuGraphDestroy(graph);
+            check("cuGraphInstantiate", result)?;
+        }
+        Ok(Graph { exec, context: self.clone() })
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // SAFETY: nothing of the context is in use any more: buffers, modules and graphs hold an `Arc` of it.
+        unsafe {
+            sys::cuStreamDestroy_v2(self.stream);
+            sys::cuDevicePrimaryCtxRelease_v2(self.device);
+        }
+    }
+}
+
+/// Grid, block and options of a launch.
+#[derive(Clone, Copy, Debug)]
+pub struct Shape {
+    /// Blocks.
+    pub grid: [u32; 3],
+    /// Threads of a block.
+    pub threads: u32,
+    /// Bytes of dynamic shared memory.
+    pub shared: u32,
+    /// May begin before its predecessor has ended.
+    pub overlap: bool,
+}
+
+/// Device memory.
+pub struct Buffer {
+    address: CUdeviceptr,
+    bytes: usize,
+    context: Arc<Context>,
+}
+
+impl Buffer {
+    /// Address on the device.
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// Length in bytes.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Writes at an offset and waits for it.
+    pub fn write(&self, offset: usize, bytes: &[u8]) -> Result<(), DriverError> {
+        assert!(offset + bytes.len() <= self.bytes);
+        self.context.send(self.address + offset as u64, bytes)?;
+        self.context.synchronize()
+    }
+
+    /// Reads from an offset, behind everything enqueued.
+    pub fn read(&self, offset: usize, out: &mut [u8]) -> Result<(), DriverError> {
+        assert!(offset + out.len() <= self.bytes);
+        self.context.receive(out, self.address + offset as u64)?;
+        self.context.synchronize()
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        // SAFETY: allocated by `allocate`, freed once; freeing waits for work that uses it.
+        unsafe { sys::cuMemFree_v2(self.address) };
+    }
+}
+
+/// Page-locked memory of the host, which the device copies from and to without waiting.
+pub struct Pinned {
+    data: *mut u8,
+    bytes: usize,
+    _context: Arc<Context>,
+}
+
+// SAFETY: plain memory with one owner.
+unsafe impl Send for Pinned {}
+
+impl Pinned {
+    /// Zeroed memory.
+    pub fn new(context: &Arc<Context>, bytes: usize) -> Result<Self, DriverError> {
+        let mut data = ptr::null_mut();
+        // SAFETY: the out-pointer is valid; the memory is as long as asked for.
+        unsafe {
+            check("cuMemHostAlloc", sys::cuMemHostAlloc(&mut data, bytes, 0))?;
+            ptr::write_bytes(data.cast::<u8>(), 0, bytes);
+        }
+        Ok(Self { data: data.cast(), bytes, _context: context.clone() })
+    }
+
+    /// Its bytes.
+    pub fn as_slice(&self) -> &[u8] {
+        // SAFETY: allocated and initialised with this length; copies by the device are waited for before reads.
+        unsafe { std::slice::from_raw_parts(self.data, self.bytes) }
+    }
+
+    /// Its bytes.
+    pub fn as_mut_slice(&mut self) -> &mut [u8] {
+        // SAFETY: as above, borrowed exclusively.
+        unsafe { std::slice::from_raw_parts_mut(self.data, self.bytes) }
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        // SAFETY: allocated by `new`, freed once.
+        unsafe { sys::cuMemFreeHost(self.data.cast::<c_void>()) };
+    }
+}
+
+/// Loaded kernels.
+pub struct Module {
+    module: sys::CUmodule,
+    _context: Arc<Context>,
+}
+
+// SAFETY: a handle that the driver lets any thread use.
+unsafe impl Send for Module {}
+
+/// A kernel of a module that lives as long as the backend.
+#[derive(Clone, Copy)]
+pub struct Function(sys::CUfunction);
+
+// SAFETY: as for modules.
+unsafe impl Send for Function {}
+
+impl Module {
+    /// Loads machine code.
+    pub fn load(context: &Arc<Context>, cubin: &[u8]) -> Result<Self, DriverError> {
+        let mut module = ptr::null_mut();
+        // SAFETY: `cubin` is a whole image: it comes from the compiler or from a file whose checksum was right.
+        check("cuModuleLoadData", unsafe { sys::cuModuleLoadData(&mut module, cubin.as_ptr().cast()) })?;
+        Ok(Self { module, _context: context.clone() })
+    }
+
+    /// A kernel by name, allowed to use `shared` bytes of dynamic shared memory.
+    pub fn function(&self, name: &str, shared: u32) -> Result<Function, DriverError> {
+        let mut function = ptr::null_mut();
+        let name = CString::new(name).unwrap_or_default();
+        let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        let carveout = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
+        // SAFETY: the module and the string are valid.
+        unsafe {
+            check(
+                "cuModuleGetFunction",
+                sys::cuModuleGetFunction(&mut function, self.module, name.as_ptr()),
+            )?;
+            if shared > 0 {
+                check("cuFuncSetAttribute", sys::cuFuncSetAttribute(function, attribute, shared as i32))?;
+            }
+            // One split of L1 and shared memory for all: a kernel that needs another one must wait until a
+            // multiprocessor is empty, and would not overlap with its predecessor.
+            check("cuFuncSetAttribute", sys::cuFuncSetAttribute(function, carveout, 100))?;
+            // Asking for anything loads the code now: it can't be loaded while a graph is recorded.
+            let (mut registers, which) = (0, sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_NUM_REGS);
+            check("cuFuncGetAttribute", sys::cuFuncGetAttribute(&mut registers, which, function))?;
+        }
+        Ok(Function(function))
+    }
+}
+
+impl Drop for Module {
+    fn drop(&mut self) {
+        // SAFETY: loaded by `load`, unloaded once.
+        unsafe { sys::cuModuleUnload(self.module) };
+    }
+}
+
+/// A recorded step.
+pub struct Graph {
+    exec: sys::CUgraphExec,
+    context: Arc<Context>,
+}
+
+// SAFETY: as for modules.
+unsafe impl Send for Graph {}
+
+impl Graph {
+    /// Enqueues it.
+    pub fn launch(&self) -> Result<(), DriverError> {
+        // SAFETY: instantiated by `capture`.
+        check("cuGraphLaunch", unsafe { sys::cuGraphLaunch(self.exec, self.context.stream) })
+    }
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        // SAFETY: instantiated by `capture`, destroyed once.
+        unsafe { sys::cuGraphExecDestroy(self.exec) };
+    }
+}
+
+/// A point in the stream.
+pub struct Event {
+    event: sys::CUevent,
+    context: Arc<Context>,
+}
+
+// SAFETY: as for modules.
+unsafe impl Send for Event {}
+
+impl Event {
+    /// An event that keeps time.
+    pub fn new(context: &Arc<Context>) -> Result<Self, DriverError> {
+        let mut event = ptr::null_mut();
+        // SAFETY: the out-pointer is valid.
+        check("cuEventCreate", unsafe { sys::cuEventCreate(&mut event, 0) })?;
+        Ok(Self { event, context: context.clone() })
+    }
+
+    /// Marks the end of what was enqueued so far.
+    pub fn record(&self) -> Result<(), DriverError> {
+        // SAFETY: event and stream are valid.
+        check("cuEventRecord", unsafe { sys::cuEventRecord(self.event, self.context.stream) })
+    }
+
+    /// Waits until the device has come there.
+    pub fn wait(&self) -> Result<(), DriverError> {
+        // SAFETY: the event is valid.
+        check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(self.event) })
+    }
+
+    /// Milliseconds from `earlier` to here; both must be over.
+    pub fn since(&self, earlier: &Self) -> Result<f32, DriverError> {
+        let mut ms = 0.0;
+        // SAFETY: the out-pointer and both events are valid.
+        check("cuEventElapsedTime", unsafe { sys::cuEventElapsedTime(&mut ms, earlier.event, self.event) })?;
+        Ok(ms)
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        // SAFETY: created by `new`, destroyed once.
+        unsafe { sys::cuEventDestroy_v2(self.event) };
+    }
+}
+
+/// Parameters of a launch, in order.
+pub struct Args {
+    words: [u64; 64],
+    used: usize,
+    starts: [usize; 24],
+    count: usize,
+}
+
+impl Args {
+    /// None yet.
+    pub fn new() -> Self {
+        Self { words: [0; 64], used: 0, starts: [0; 24], count: 0 }
+    }
+
+    /// Adds a number.
+    pub fn u32(&mut self, value: u32) -> &mut Self {
+        self.words(&[u64::from(value)])
+    }
+
+    /// Adds a number or an address.
+    pub fn u64(&mut self, value: u64) -> &mut Self {
+        self.words(&[value])
+    }
+
+    /// Adds a structure, as little-endian words.
+    pub fn words(&mut self, words: &[u64]) -> &mut Self {
+        self.starts[self.count] = self.used;
+        self.words[self.used..self.used + words.len()].copy_from_slice(words);
+        self.used += words.len();
+        self.count += 1;
+        self
+    }
+
+    fn pointers(&mut self) -> [*mut c_void; 24] {
+        let mut pointers = [ptr::null_mut(); 24];
+        for (pointer, start) in pointers.iter_mut().zip(&self.starts[..self.count]) {
+            *pointer = (&raw mut self.words[*start]).cast();
+        }
+        pointers
+    }
+}
+
+impl Default for Args {
+    fn default() -> Self {
+        Self::new()
+    }
+}

@@ -1,0 +1,558 @@
+//! The order of the blocks: every step that is not a single decoded token goes this way.
+
+use std::sync::Arc;
+
+use lily_model::config::Config;
+
+use crate::driver::{Args, Buffer, Context, DriverError, Shape};
+use crate::kernels::Kernels;
+use crate::pack::{Packing, TILE_COLS, TILE_ROWS};
+use crate::state::{PAGE, State};
+use crate::step::{Layout, MAX_SEGMENTS, Plan};
+use crate::weights::{DeviceLayer, DeviceMatrix, DeviceMixer, DeviceMoe, DeviceWeights, Stack};
+
+/// Threads of most blocks.
+pub const THREADS: u32 = 256;
+/// Splits of a row's keys in a step of few rows, and rows times splits in one of many.
+const SPLITS: u32 = 64;
+const SPLIT_ROWS: u32 = 2048;
+
+/// Activations and results; made once, for the largest step.
+pub struct Buffers {
+    /// Segments, draws, rows, masks, biases: see [`Layout`].
+    pub step: Buffer,
+    /// Residual stream, `[rows, hidden]`.
+    pub x: Buffer,
+    /// Output of a mixer's first product.
+    pub projected: Buffer,
+    /// Inputs of products as fragments, with the sums of their tiles and 1 / rms per row.
+    pub fragments: Buffer,
+    /// See `fragments`.
+    pub sums: Buffer,
+    /// See `fragments`.
+    pub scale: Buffer,
+    /// Input of a mixer's last product: gated readout, or gated attention.
+    pub mixed: Buffer,
+    /// Partial sums of squares of the readout.
+    pub squares: Buffer,
+    /// Normed and rotated queries.
+    pub queries: Buffer,
+    /// Parts of flash attention.
+    pub partial: Buffer,
+    /// Their maxima and sums.
+    pub stats: Buffer,
+    /// Cosines and sines of all positions.
+    pub rotary: Buffer,
+    /// Router logits and the shared gate's.
+    pub router: Buffer,
+    /// Weight of each slot of each row.
+    pub weights: Buffer,
+    /// Expert of each slot of each row.
+    pub chosen: Buffer,
+    /// Pairs of row and slot, by expert.
+    pub pairs: Buffer,
+    /// Pieces of work, and their number.
+    pub work: Buffer,
+    /// See `work`.
+    pub counts: Buffer,
+    /// Between gate/up and down, per pair.
+    pub middle: Buffer,
+    /// Behind down, per pair.
+    pub expanded: Buffer,
+    /// Rows that logits are wanted for.
+    pub wanted: Buffer,
+    /// Logits of those.
+    pub logits: Buffer,
+    /// Logits as sampling leaves them, per segment.
+    pub adjusted: Buffer,
+    /// How often a token was seen, per segment.
+    pub seen: Buffer,
+    /// The largest logit of each block.
+    pub best: Buffer,
+    /// Token and fault of each segment.
+    pub results: Buffer,
+}
+
+impl Buffers {
+    /// For steps of `rows` tokens.
+    pub fn new(
+        context: &Arc<Context>,
+        c: &Config,
+        layout: &Layout,
+        positions: usize,
+    ) -> Result<Self, DriverError> {
+        let (g, a, m, rows) = (&c.gdn, &c.attention, &c.moe, layout.rows);
+        let slots = m.experts_per_token + 1;
+        let projected = (g.conv_channels() + g.value_width() + 2 * g.value_heads)
+            .max(2 * (a.query_width() + a.kv_width()));
+        let mixed = g.value_width().max(a.query_width());
+        let middle = m.expert_width.max(m.shared_width);
+        let tiles = (c.hidden_size.max(mixed) / TILE_COLS).max(slots * middle / TILE_COLS);
+        let splits = rows.max(SPLIT_ROWS as usize);
+        let allocate = |bytes: usize| context.allocate(bytes, "activations");
+        let floats = |n: usize| allocate(4 * n);
+        Ok(Self {
+            step: allocate(layout.bytes())?,
+            x: floats(rows * c.hidden_size)?,
+            projected: floats(rows * projected)?,
+            fragments: allocate(rows * tiles * 256)?,
+            sums: floats(rows * tiles)?,
+            scale: floats(rows)?,
+            mixed: floats(rows * mixed)?,
+            squares: floats(rows * g.value_width() / 32)?,
+            queries: floats(rows * a.query_width())?,
+            partial: floats(splits * a.query_width())?,
+            stats: floats(2 * splits * a.heads)?,
+            rotary: floats(positions * a.rotary_dim)?,
+            router: floats(rows * (m.experts + 1))?,
+            weights: floats(rows * slots)?,
+            chosen: floats(rows * slots)?,
+            pairs: floats(rows * slots)?,
+            work: allocate(16 * (rows * slots).max(m.experts + 1))?,
+            counts: floats(1)?,
+            middle: floats(rows * slots * middle)?,
+            expanded: floats(rows * slots * c.hidden_size)?,
+            wanted: floats(rows * c.hidden_size)?,
+            logits: floats(rows * c.vocab_size)?,
+            adjusted: floats(MAX_SEGMENTS * c.vocab_size)?,
+            seen: floats(MAX_SEGMENTS * c.vocab_size)?,
+            best: allocate(16 * 1024)?,
+            results: allocate(8 * MAX_SEGMENTS)?,
+        })
+    }
+}
+
+/// Everything that a step's kernels read and write.
+pub struct Device {
+    /// The GPU.
+    pub context: Arc<Context>,
+    /// Shapes.
+    pub config: Config,
+    /// Code.
+    pub kernels: Kernels,
+    /// Weights.
+    pub weights: DeviceWeights,
+    /// Activations.
+    pub buffers: Buffers,
+    /// Sequences.
+    pub state: State,
+    /// Of [`Buffers::step`].
+    pub layout: Layout,
+    /// Experts' weights come by bulk copies: compute capability 9.0, and enough shared memory.
+    pub grouped: bool,
+    /// Counts launches and takes times, when a profile is wanted.
+    pub probe: Option<crate::profile::Probe>,
+    /// Kernels that are not launched, to see what a step costs without them. Its results mean nothing then.
+    pub omit: Vec<String>,
+}
+
+/// Where a product's input comes from.
+#[derive(Clone, Copy)]
+enum Input<'a> {
+    /// As it is.
+    Plain,
+    /// RMS norm with this gain.
+    Norm(&'a Buffer),
+    /// Value heads with their own norms.
+    Heads,
+}
+
+/// Index of a layer among those of its kind.
+#[derive(Clone, Copy, Default)]
+pub struct KindIndex {
+    /// Gated DeltaNet layers so far.
+    pub gdn: u64,
+    /// Attention layers so far.
+    pub attention: u64,
+}
+
+impl Device {
+    /// Enqueues a step whose description is on its way to [`Buffers::step`].
+    pub fn step(&self, plan: &Plan) -> Result<(), DriverError> {
+        let rows = plan.rows as u32;
+        self.embed(rows)?;
+        let mut index = KindIndex::default();
+        for layer in &self.weights.layers {
+            self.layer(layer, &mut index, plan)?;
+        }
+        if plan.logits > 0 {
+            self.logits(rows, plan.logits as u32)?;
+        }
+        self.finish(plan, 0)
+    }
+
+    fn layer(&self, w: &DeviceLayer, index: &mut KindIndex, plan: &Plan) -> Result<(), DriverError> {
+        let (b, rows) = (&self.buffers, plan.rows as u32);
+        let projected = self.projected(&w.mixer);
+        match &w.mixer {
+            DeviceMixer::Gdn { input, vectors, output } => {
+                self.product(input, &b.x, Input::Norm(&w.input_norm), &b.projected, rows, projected, false)?;
+                self.delta(vectors, index.gdn, plan.segments as u32)?;
+                index.gdn += 1;
+                self.product(output, &b.mixed, Input::Heads, &b.x, rows, self.hidden(), true)?;
+            }
+            DeviceMixer::Attention { input, vectors, output } => {
+                self.product(input, &b.x, Input::Norm(&w.input_norm), &b.projected, rows, projected, false)?;
+                self.attend(vectors, index.attention, rows)?;
+                index.attention += 1;
+                self.product(output, &b.mixed, Input::Plain, &b.x, rows, self.hidden(), true)?;
+            }
+        }
+        self.moe(&w.moe, &w.post_attention_norm, rows)
+    }
+
+    fn hidden(&self) -> u32 {
+        self.config.hidden_size as u32
+    }
+
+    /// Width of [`Buffers::projected`] behind a mixer's first product.
+    fn projected(&self, mixer: &DeviceMixer) -> u32 {
+        match mixer {
+            DeviceMixer::Gdn { input, .. } | DeviceMixer::Attention { input, .. } => input.rows,
+        }
+    }
+
+    /// Launches a kernel of [`THREADS`] threads that may overlap with its predecessor.
+    pub fn launch(&self, name: &'static str, grid: [u32; 3], args: &mut Args) -> Result<(), DriverError> {
+        self.launch_with(name, Shape { grid, threads: THREADS, shared: 0, overlap: true }, args)
+    }
+
+    /// Launches a kernel.
+    pub fn launch_with(&self, name: &'static str, shape: Shape, args: &mut Args) -> Result<(), DriverError> {
+        let function = self.kernels.get(name)?;
+        if self.omit.iter().any(|n| n == name) {
+            return Ok(());
+        }
+        match &self.probe {
+            Some(probe) => probe.around(name, || self.context.launch(function, shape, args)),
+            None => self.context.launch(function, shape, args),
+        }
+    }
+
+    /// Addresses of segments, draws and rows.
+    fn parts(&self) -> [u64; 3] {
+        let at = self.buffers.step.address();
+        [at, at + self.layout.draws() as u64, at + self.layout.row_table() as u64]
+    }
+
+    /// Rows of the embedding into the residual stream.
+    pub fn embed(&self, rows: u32) -> Result<(), DriverError> {
+        let (w, [segments, _, row_table]) = (&self.weights.embedding, self.parts());
+        let name = match w.packing {
+            Packing::Q4 => "embed_q4",
+            Packing::Q8 => "embed_q8",
+            Packing::Bf16 => "embed_bf16",
+            Packing::Bf16x2 => "embed_bf16x2",
+        };
+        let mut args = Args::new();
+        args.words(&w.words()).u64(row_table).u64(segments).u64(self.state.sampled.address());
+        args.u64(self.state.history.address()).u64(self.state.sizes.history as u64 / 4);
+        args.u64(self.buffers.x.address());
+        self.launch(name, [rows, 1, 1], &mut args)
+    }
+
+    /// Fragments of `rows` rows of `x`, of which every `stride` values begin one.
+    fn prepare(
+        &self,
+        x: &Buffer,
+        input: Input<'_>,
+        rows: u32,
+        width: u32,
+        k_tiles: u32,
+    ) -> Result<(), DriverError> {
+        let b = &self.buffers;
+        let (name, factor) = match input {
+            Input::Plain => ("prepare_plain", 0),
+            Input::Norm(gain) => ("prepare_norm", gain.address()),
+            Input::Heads => ("prepare_heads", b.squares.address()),
+        };
+        let mut args = Args::new();
+        args.u64(x.address()).u32(width).u32(width).u64(factor).u32(k_tiles);
+        args.u64(b.fragments.address()).u64(b.sums.address()).u64(b.scale.address());
+        self.launch(name, [rows, 1, 1], &mut args)
+    }
+
+    /// `y = W f(x)` or `y += W f(x)`; `y` has `stride` values a row.
+    #[expect(clippy::too_many_arguments, reason = "a product has so many parts")]
+    fn product(
+        &self,
+        w: &DeviceMatrix,
+        x: &Buffer,
+        input: Input<'_>,
+        y: &Buffer,
+        rows: u32,
+        stride: u32,
+        add: bool,
+    ) -> Result<(), DriverError> {
+        let width = match input {
+            Input::Norm(_) => self.config.hidden_size,
+            Input::Heads => self.config.gdn.value_width(),
+            Input::Plain => self.config.attention.query_width(),
+        };
+        self.prepare(x, input, rows, width as u32, w.k_tiles)?;
+        let scaled = matches!(input, Input::Norm(_));
+        self.matmul(w, y, rows, stride, scaled, add)
+    }
+
+    /// The product of prepared inputs.
+    fn matmul(
+        &self,
+        w: &DeviceMatrix,
+        y: &Buffer,
+        rows: u32,
+        stride: u32,
+        scaled: bool,
+        add: bool,
+    ) -> Result<(), DriverError> {
+        let b = &self.buffers;
+        let blocks = w.rows.div_ceil(TILE_ROWS as u32);
+        // More row blocks a block read the inputs less often; fewer keep every multiprocessor busy.
+        let tall = blocks >= 4 * self.context.multiprocessors;
+        let tiling = match (tall, rows) {
+            (false, 0..=4) => Tiling { name: "1x1", blocks: 1, tokens: 4 },
+            (true, 0..=4) => Tiling { name: "4x1", blocks: 4, tokens: 4 },
+            (false, 5..=8) => Tiling { name: "1x2", blocks: 1, tokens: 8 },
+            (true, 5..=8) => Tiling { name: "2x2", blocks: 2, tokens: 8 },
+            (false, _) => Tiling { name: "1x4", blocks: 1, tokens: 16 },
+            (true, _) => Tiling { name: "4x4", blocks: 4, tokens: 16 },
+        };
+        let name = matmul_name(w.packing, tiling.name);
+        let (r, tokens) = (tiling.blocks, tiling.tokens);
+        let mut args = Args::new();
+        args.words(&w.words()).u64(b.fragments.address()).u64(b.sums.address());
+        args.u64(if scaled { b.scale.address() } else { 0 });
+        args.u64(y.address()).u32(rows).u32(stride).u32(u32::from(add));
+        self.launch(name, [blocks.div_ceil(r), rows.div_ceil(tokens), 1], &mut args)
+    }
+
+    /// Convolution and delta rule of layer `index` of its kind.
+    pub fn delta(&self, vectors: &[Buffer; 4], index: u64, segments: u32) -> Result<(), DriverError> {
+        let (b, s, g) = (&self.buffers, &self.state, &self.config.gdn);
+        let [segment_table, ..] = self.parts();
+        let [conv, a_log, dt_bias, norm] = vectors.each_ref().map(Buffer::address);
+        let states = s.recurrent.address() + index * 4 * g.state_len() as u64;
+        let convs = s.conv.address() + index * 2 * 4 * g.conv_state_len() as u64;
+        let mut args = Args::new();
+        args.u64(segment_table).u64(b.projected.address()).u64(conv).u64(a_log).u64(dt_bias).u64(norm);
+        args.u64(states).u64(s.sizes.recurrent as u64 / 4).u64(convs).u64(s.sizes.conv as u64 / 4);
+        args.u64(b.mixed.address()).u64(b.squares.address());
+        let grid = [(g.value_width() / 32) as u32, segments, 1];
+        self.launch_with("delta", Shape { grid, threads: 128, shared: 0, overlap: true }, &mut args)
+    }
+
+    /// From projections to gated attention, layer `index` of its kind.
+    pub fn attend(&self, vectors: &[Buffer; 2], index: u64, rows: u32) -> Result<(), DriverError> {
+        let (b, s, a) = (&self.buffers, &self.state, &self.config.attention);
+        let [segments, _, row_table] = self.parts();
+        let layer = index * 2 * 2 * (PAGE * a.kv_width()) as u64;
+        let stride = s.sizes.page as u64 / 2;
+        let cache = [s.pages.address() + layer, stride, s.tables.address(), s.most_pages() as u64];
+        let mut args = Args::new();
+        args.u64(segments).u64(row_table).u64(b.projected.address());
+        args.u64(vectors[0].address()).u64(vectors[1].address()).u64(b.rotary.address());
+        args.words(&cache).u64(b.queries.address());
+        let heads = (a.heads + 2 * a.kv_heads) as u32;
+        self.launch("append", [heads.div_ceil(8), rows, 1], &mut args)?;
+
+        let splits = match rows {
+            0..=32 => SPLITS,
+            _ => (SPLIT_ROWS / rows.next_power_of_two()).max(1),
+        };
+        let mut args = Args::new();
+        args.u64(segments).u64(row_table).u64(b.queries.address()).words(&cache);
+        args.u64(b.partial.address()).u64(b.stats.address());
+        let grid = [splits, a.kv_heads as u32, rows];
+        let shape = Shape { grid, threads: 128, shared: flash_shared(&self.config), overlap: true };
+        self.launch_with("flash", shape, &mut args)?;
+
+        let mut args = Args::new();
+        args.u64(row_table).u64(b.projected.address()).u64(b.partial.address()).u64(b.stats.address());
+        args.u32(splits).u64(b.mixed.address());
+        let grid = [a.heads as u32, rows, 1];
+        let shape = Shape { grid, threads: a.head_dim as u32, shared: 0, overlap: true };
+        self.launch_with("combine", shape, &mut args)
+    }
+
+    fn moe(&self, w: &DeviceMoe, gain: &Buffer, rows: u32) -> Result<(), DriverError> {
+        let (b, m, hidden) = (&self.buffers, &self.config.moe, self.hidden());
+        let slots = m.experts_per_token as u32 + 1;
+        self.product(&w.router, &b.x, Input::Norm(gain), &b.router, rows, w.router.rows, false)?;
+
+        let mut args = Args::new();
+        args.u64(b.router.address()).u32(rows).u64(b.weights.address()).u64(b.chosen.address());
+        args.u64(b.pairs.address()).u64(b.work.address()).u64(b.counts.address());
+        self.launch_with(
+            "route",
+            Shape { grid: [1, 1, 1], threads: 1024, shared: 0, overlap: true },
+            &mut args,
+        )?;
+
+        // A block a piece of work, as far as pieces can be many.
+        let pieces = (rows * slots).min(rows * slots / 16 + m.experts as u32 + 1);
+        let most = pieces.min(256);
+        let work = |stack: &Stack| {
+            let mut args = Args::new();
+            args.u64(stack.experts.address()).u64(stack.shared.address()).u64(b.work.address());
+            args.u64(b.counts.address()).u64(b.pairs.address());
+            args.u64(b.fragments.address()).u64(b.sums.address());
+            args
+        };
+        let widest = m.expert_width.max(m.shared_width);
+        let grouped = self.grouped && w.gate_up.packing == Packing::Q4 && w.down.packing == Packing::Q4;
+        let sizes = GroupSizes::new(&self.config);
+        let mut args = work(&w.gate_up);
+        args.u64(b.scale.address()).u64(b.middle.address());
+        let blocks = widest.div_ceil(8) as u32;
+        if grouped {
+            let grid = [blocks.div_ceil(GATE_UP_GROUP), pieces, 1];
+            let shape = Shape { grid, threads: THREADS, shared: sizes.gate_up, overlap: true };
+            self.launch_with("gate_up_group_q4", shape, &mut args)?;
+        } else {
+            let name = expert_name("gate_up", w.gate_up.packing);
+            self.launch(name, [blocks, most, 1], &mut args)?;
+        }
+
+        self.prepare(&b.middle, Input::Plain, rows * slots, widest as u32, (widest / TILE_COLS) as u32)?;
+        let mut args = work(&w.down);
+        args.u64(b.expanded.address());
+        let blocks = hidden.div_ceil(TILE_ROWS as u32);
+        if grouped {
+            let grid = [blocks.div_ceil(DOWN_GROUP), pieces, 1];
+            let shape = Shape { grid, threads: THREADS, shared: sizes.down, overlap: true };
+            self.launch_with("down_group_q4", shape, &mut args)?;
+        } else {
+            let name = expert_name("down", w.down.packing);
+            self.launch(name, [blocks, most, 1], &mut args)?;
+        }
+
+        let mut args = Args::new();
+        args.u64(b.weights.address()).u64(b.expanded.address()).u64(b.x.address());
+        self.launch("add_experts", [hidden.div_ceil(THREADS), rows, 1], &mut args)
+    }
+
+    /// Logits of the rows that want them.
+    fn logits(&self, rows: u32, wanted: u32) -> Result<(), DriverError> {
+        let b = &self.buffers;
+        let [_, _, row_table] = self.parts();
+        let mut args = Args::new();
+        args.u64(row_table).u64(b.x.address()).u64(b.wanted.address());
+        self.launch("gather", [rows, 1, 1], &mut args)?;
+        let (head, vocab) = (self.weights.lm_head(), self.config.vocab_size as u32);
+        self.product(head, &b.wanted, Input::Norm(&self.weights.norm), &b.logits, wanted, vocab, false)
+    }
+
+    /// Faults and draws; `blocks` blocks have noted their largest logit.
+    pub fn finish(&self, plan: &Plan, blocks: u32) -> Result<(), DriverError> {
+        let (b, s) = (&self.buffers, &self.state);
+        let [segments, draws, row_table] = self.parts();
+        let at = b.step.address();
+        let mut args = Args::new();
+        args.u64(segments).u64(row_table).u64(b.x.address()).u64(b.logits.address());
+        args.u64(b.best.address()).u32(blocks).u64(draws);
+        args.u64(at + self.layout.biases() as u64).u64(at + self.layout.masks() as u64);
+        args.u64(s.history.address()).u64(s.sizes.history as u64 / 4);
+        args.u64(b.seen.address()).u64(b.adjusted.address()).u64(s.sampled.address());
+        args.u64(b.results.address());
+        let shape = Shape { grid: [plan.segments as u32, 1, 1], threads: 1024, shared: 0, overlap: true };
+        self.launch_with("finish", shape, &mut args)
+    }
+
+    /// Fills the table of rotary angles, once.
+    pub fn rotary_table(&self, positions: usize) -> Result<(), DriverError> {
+        let a = &self.config.attention;
+        let frequency = |i: usize| a.rope_theta.powf(-2.0 * i as f64 / a.rotary_dim as f64);
+        let bytes: Vec<u8> = (0..a.rotary_dim / 2).flat_map(|i| frequency(i).to_le_bytes()).collect();
+        let frequencies = self.context.upload(&bytes, "rotary frequencies")?;
+        let mut args = Args::new();
+        args.u64(frequencies.address()).u64(self.buffers.rotary.address()).u32(positions as u32);
+        let blocks = (positions * a.rotary_dim / 2).div_ceil(THREADS as usize) as u32;
+        self.launch("rotary_table", [blocks, 1, 1], &mut args)?;
+        self.context.synchronize()
+    }
+}
+
+/// Row blocks of a `gate_up_group_q4` block, as in `kernels/group.cu`.
+const GATE_UP_GROUP: u32 = 5;
+/// Row blocks of a `down_group_q4` block, as there.
+const DOWN_GROUP: u32 = 16;
+
+/// Dynamic shared memory of the group kernels.
+#[derive(Clone, Copy, Debug)]
+pub struct GroupSizes {
+    gate_up: u32,
+    down: u32,
+}
+
+impl GroupSizes {
+    /// For a model.
+    pub fn new(c: &Config) -> Self {
+        let widest = c.moe.expert_width.max(c.moe.shared_width);
+        let strip = |width: usize| (width / TILE_COLS * Packing::Q4.tile_bytes()) as u32;
+        Self { gate_up: GATE_UP_GROUP * strip(c.hidden_size), down: DOWN_GROUP * strip(widest) }
+    }
+
+    /// By kernel.
+    pub fn shared(&self) -> [(&'static str, u32); 2] {
+        [("gate_up_group_q4", self.gate_up), ("down_group_q4", self.down)]
+    }
+
+    /// Whether a device can hold them; what the kernels declare themselves comes on top.
+    pub fn fit(&self, context: &Context) -> bool {
+        context.capability >= 90 && self.gate_up.max(self.down) + (40 << 10) <= context.shared_memory
+    }
+}
+
+/// Shared memory of the flash kernel: queries, and two stages of K and V.
+pub fn flash_shared(c: &Config) -> u32 {
+    let row = 2 * c.attention.head_dim as u32;
+    16 * row + 2 * 2 * PAGE as u32 * row
+}
+
+/// Row blocks and tokens of a matmul block.
+struct Tiling {
+    name: &'static str,
+    blocks: u32,
+    tokens: u32,
+}
+
+fn matmul_name(packing: Packing, tiling: &str) -> &'static str {
+    match (packing, tiling) {
+        (Packing::Q4, "1x1") => "matmul_q4_1x1",
+        (Packing::Q4, "4x1") => "matmul_q4_4x1",
+        (Packing::Q4, "1x2") => "matmul_q4_1x2",
+        (Packing::Q4, "2x2") => "matmul_q4_2x2",
+        (Packing::Q4, "1x4") => "matmul_q4_1x4",
+        (Packing::Q8, "1x1") => "matmul_q8_1x1",
+        (Packing::Q8, "4x1") => "matmul_q8_4x1",
+        (Packing::Q8, "1x2") => "matmul_q8_1x2",
+        (Packing::Q8, "2x2") => "matmul_q8_2x2",
+        (Packing::Q8, "1x4") => "matmul_q8_1x4",
+        (Packing::Bf16, "1x1") => "matmul_bf16_1x1",
+        (Packing::Bf16, "4x1") => "matmul_bf16_4x1",
+        (Packing::Bf16, "1x2") => "matmul_bf16_1x2",
+        (Packing::Bf16, "2x2") => "matmul_bf16_2x2",
+        (Packing::Bf16, "1x4") => "matmul_bf16_1x4",
+        (Packing::Bf16x2, "1x1") => "matmul_bf16x2_1x1",
+        (Packing::Bf16x2, "4x1") => "matmul_bf16x2_4x1",
+        (Packing::Bf16x2, "1x2") => "matmul_bf16x2_1x2",
+        (Packing::Bf16x2, "2x2") => "matmul_bf16x2_2x2",
+        (Packing::Bf16x2, "1x4") => "matmul_bf16x2_1x4",
+        (Packing::Q4, _) => "matmul_q4_4x4",
+        (Packing::Q8, _) => "matmul_q8_4x4",
+        (Packing::Bf16, _) => "matmul_bf16_4x4",
+        (Packing::Bf16x2, _) => "matmul_bf16x2_4x4",
+    }
+}
+
+fn expert_name(stem: &str, packing: Packing) -> &'static str {
+    match (stem, packing) {
+        ("gate_up", Packing::Q4) => "gate_up_q4",
+        ("gate_up", Packing::Q8) => "gate_up_q8",
+        ("gate_up", Packing::Bf16) => "gate_up_bf16",
+        ("gate_up", Packing::Bf16x2) => "gate_up_bf16x2",
+        (_, Packing::Q4) => "down_q4",
+        (_, Packing::Q8) => "down_q8",
+        (_, Packing::Bf16) => "down_bf16",
+        (_, Packing::Bf16x2) => "down_bf16x2",
+    }
+}

@@ -1,0 +1,197 @@
+//! The kernels: their files, the shapes they are compiled for, and the loaded functions.
+
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use lily_model::config::Config;
+
+use crate::LoadError;
+use crate::compile::{Compiler, cubin};
+use crate::driver::{Context, DriverError, Function, Module};
+
+/// A file of kernels; [`COMMON`] goes before each.
+pub struct Source {
+    /// For messages and the cache.
+    pub name: &'static str,
+    /// CUDA C++.
+    pub text: &'static str,
+    /// Kernels in it.
+    pub kernels: &'static [&'static str],
+}
+
+/// What every file starts with.
+pub const COMMON: [&str; 2] = [include_str!("../kernels/common.cu"), include_str!("../kernels/state.cu")];
+
+/// All files.
+pub const SOURCES: [Source; 9] = [
+    Source {
+        name: "embed.cu",
+        text: include_str!("../kernels/embed.cu"),
+        kernels: &["embed_q4", "embed_q8", "embed_bf16", "embed_bf16x2"],
+    },
+    Source {
+        name: "matmul.cu",
+        text: include_str!("../kernels/matmul.cu"),
+        kernels: &[
+            "prepare_plain",
+            "prepare_norm",
+            "prepare_heads",
+            "matmul_q4_1x1",
+            "matmul_q4_4x1",
+            "matmul_q4_1x2",
+            "matmul_q4_2x2",
+            "matmul_q4_1x4",
+            "matmul_q4_4x4",
+            "matmul_q8_1x1",
+            "matmul_q8_4x1",
+            "matmul_q8_1x2",
+            "matmul_q8_2x2",
+            "matmul_q8_1x4",
+            "matmul_q8_4x4",
+            "matmul_bf16_1x1",
+            "matmul_bf16_4x1",
+            "matmul_bf16_1x2",
+            "matmul_bf16_2x2",
+            "matmul_bf16_1x4",
+            "matmul_bf16_4x4",
+            "matmul_bf16x2_1x1",
+            "matmul_bf16x2_4x1",
+            "matmul_bf16x2_1x2",
+            "matmul_bf16x2_2x2",
+            "matmul_bf16x2_1x4",
+            "matmul_bf16x2_4x4",
+        ],
+    },
+    Source { name: "gdn.cu", text: include_str!("../kernels/gdn.cu"), kernels: &["delta"] },
+    Source {
+        name: "attention.cu",
+        text: include_str!("../kernels/attention.cu"),
+        kernels: &["rotary_table", "append", "flash", "combine"],
+    },
+    Source {
+        name: "moe.cu",
+        text: include_str!("../kernels/moe.cu"),
+        kernels: &[
+            "route",
+            "add_experts",
+            "gate_up_q4",
+            "gate_up_q8",
+            "gate_up_bf16",
+            "gate_up_bf16x2",
+            "down_q4",
+            "down_q8",
+            "down_bf16",
+            "down_bf16x2",
+        ],
+    },
+    Source {
+        name: "group.cu",
+        text: include_str!("../kernels/group.cu"),
+        kernels: &["gate_up_group_q4", "down_group_q4"],
+    },
+    Source { name: "head.cu", text: include_str!("../kernels/head.cu"), kernels: &["gather", "finish"] },
+    Source {
+        name: "decode.cu",
+        text: include_str!("../kernels/decode.cu"),
+        kernels: &[
+            "project_q4",
+            "project_q8",
+            "logits_q4",
+            "out_gdn_q4",
+            "out_attention_q4",
+            "gate_up_one_q4",
+            "down_one_q4",
+        ],
+    },
+    Source {
+        name: "synth.cu",
+        text: include_str!("../kernels/synth.cu"),
+        kernels: &["random_tiles", "random_floats"],
+    },
+];
+
+/// Kernels that may touch local memory: run once at load, or off the hot path.
+pub const COLD: [&str; 1] = ["rotary_table"];
+
+impl Source {
+    /// The whole text of the file.
+    pub fn full_text(&self) -> String {
+        [COMMON[0], COMMON[1], self.text].concat()
+    }
+}
+
+/// `sm_90a` for Hopper, whose own instructions need the suffix; `sm_80` and the like otherwise.
+pub fn architecture(capability: u32) -> String {
+    match capability {
+        90 => "sm_90a".to_owned(),
+        other => format!("sm_{other}"),
+    }
+}
+
+/// Options of the compiler for a model and an architecture: its shapes as macros.
+pub fn options(config: &Config, arch: &str) -> Vec<String> {
+    let (g, a, m) = (&config.gdn, &config.attention, &config.moe);
+    let shapes = [
+        ("HIDDEN", config.hidden_size),
+        ("VOCAB", config.vocab_size),
+        ("KEY_HEADS", g.key_heads),
+        ("VALUE_HEADS", g.value_heads),
+        ("DK", g.key_dim),
+        ("DV", g.value_dim),
+        ("TAPS", g.conv_kernel),
+        ("HEADS", a.heads),
+        ("KV_HEADS", a.kv_heads),
+        ("HEAD_DIM", a.head_dim),
+        ("ROTARY", a.rotary_dim),
+        ("EXPERTS", m.experts),
+        ("TOP_K", m.experts_per_token),
+        ("EXPERT_WIDTH", m.expert_width),
+        ("SHARED_WIDTH", m.shared_width),
+    ];
+    let fixed = [
+        format!("--gpu-architecture={arch}"),
+        "--std=c++17".to_owned(),
+        "--ptxas-options=-v".to_owned(),
+        format!("-DEPS={:e}f", config.rms_norm_eps),
+        "-DINFINITY=__int_as_float(0x7f800000)".to_owned(),
+    ];
+    fixed.into_iter().chain(shapes.map(|(name, value)| format!("-D{name}={value}"))).collect()
+}
+
+/// Loaded kernels by name.
+pub struct Kernels {
+    functions: HashMap<&'static str, Function>,
+    /// They own the code that `functions` point into.
+    _modules: Vec<Module>,
+}
+
+impl Kernels {
+    /// Compiles or fetches all files and loads them. `shared`: kernels that use dynamic shared memory, and how much.
+    pub fn load(
+        context: &Arc<Context>,
+        config: &Config,
+        cache: Option<&Path>,
+        shared: &[(&str, u32)],
+    ) -> Result<Self, LoadError> {
+        let compiler = Compiler::load();
+        let options = options(config, &architecture(context.capability));
+        let (mut functions, mut modules) = (HashMap::new(), Vec::new());
+        for source in &SOURCES {
+            let code = cubin(compiler.as_ref(), cache, source.name, &source.full_text(), &options)?;
+            let module = Module::load(context, &code)?;
+            for &name in source.kernels {
+                let bytes = shared.iter().find(|(n, _)| *n == name).map_or(0, |(_, bytes)| *bytes);
+                functions.insert(name, module.function(name, bytes)?);
+            }
+            modules.push(module);
+        }
+        Ok(Self { functions, _modules: modules })
+    }
+
+    /// A kernel.
+    pub fn get(&self, name: &str) -> Result<Function, DriverError> {
+        let missing = || DriverError::Call { call: "kernel lookup", name: name.to_owned() };
+        self.functions.get(name).copied().ok_or_else(missing)
+    }
+}

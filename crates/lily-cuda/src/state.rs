@@ -1,0 +1,214 @@
+//! State of sequences: K/V in pages that sequences and snapshots share, recurrent state in slots.
+//!
+//! A page is written only behind the positions that are already in it, so a snapshot may share even the page that its
+//! sequence goes on filling; a sequence that resumes gets its own copy of that last page.
+
+use std::sync::Arc;
+
+use lily_model::config::{Config, LayerKind};
+
+use crate::driver::{Buffer, Context, DriverError};
+
+/// Positions of a page.
+pub const PAGE: usize = 64;
+
+/// Sizes of the state, bytes.
+#[derive(Clone, Copy, Debug)]
+pub struct Sizes {
+    /// Recurrent states of all Gated DeltaNet layers, f32, per slot.
+    pub recurrent: usize,
+    /// Two copies of the conv inputs of all Gated DeltaNet layers, f32, per slot.
+    pub conv: usize,
+    /// Tokens of a slot.
+    pub history: usize,
+    /// K/V of all attention layers for [`PAGE`] positions, bf16.
+    pub page: usize,
+}
+
+impl Sizes {
+    /// Of a model with so much context.
+    pub fn new(config: &Config, context: usize) -> Self {
+        let (gdn, attention) = (config.count(LayerKind::Gdn), config.count(LayerKind::Attention));
+        Self {
+            recurrent: 4 * gdn * config.gdn.state_len(),
+            conv: 2 * 4 * gdn * config.gdn.conv_state_len(),
+            history: 4 * context,
+            page: 2 * 2 * attention * PAGE * config.attention.kv_width(),
+        }
+    }
+
+    /// Bytes of a slot.
+    pub fn slot(&self) -> usize {
+        self.recurrent + self.conv + self.history
+    }
+
+    /// Bytes that a sequence of so many tokens takes.
+    pub fn sequence(&self, capacity: usize) -> u64 {
+        (self.slot() + capacity.div_ceil(PAGE) * self.page) as u64
+    }
+}
+
+/// A sequence or a snapshot.
+#[derive(Clone, Debug)]
+pub struct Sequence {
+    /// Its slot.
+    pub slot: u32,
+    /// Its pages, in order.
+    pub pages: Vec<u32>,
+    /// Tokens fed so far.
+    pub len: usize,
+    /// Most tokens.
+    pub capacity: usize,
+    /// Which of the two conv states is the present one.
+    pub parity: u32,
+    /// Whether the last step sampled a token, which is then in the slot.
+    pub sampled: bool,
+}
+
+/// Device memory of all state, and who has what.
+pub struct State {
+    context: Arc<Context>,
+    /// Sizes of the parts.
+    pub sizes: Sizes,
+    /// Per slot: `[gdn layers, value_heads, key_dim, value_dim]` f32.
+    pub recurrent: Buffer,
+    /// Per slot: `[gdn layers, 2, taps - 1, channels]` f32.
+    pub conv: Buffer,
+    /// Per slot: its tokens.
+    pub history: Buffer,
+    /// Per slot: the token it sampled last.
+    pub sampled: Buffer,
+    /// Per page: `[attention layers, 2, kv_heads, PAGE, head_dim]` bf16.
+    pub pages: Buffer,
+    /// Per slot: numbers of its pages, [`State::most_pages`] of them.
+    pub tables: Buffer,
+    most_pages: usize,
+    free_slots: Vec<u32>,
+    free_pages: Vec<u32>,
+    users: Vec<u32>,
+}
+
+impl State {
+    /// Allocates `slots` slots and pages for `sequences` sequences of full length.
+    pub fn new(
+        context: &Arc<Context>,
+        config: &Config,
+        length: usize,
+        slots: usize,
+        sequences: usize,
+    ) -> Result<Self, DriverError> {
+        let sizes = Sizes::new(config, length);
+        let most_pages = length.div_ceil(PAGE);
+        let pages = sequences * most_pages;
+        let allocate = |bytes, what| context.allocate(bytes, what);
+        let this = Self {
+            context: context.clone(),
+            sizes,
+            recurrent: allocate(slots * sizes.recurrent, "recurrent state")?,
+            conv: allocate(slots * sizes.conv, "conv state")?,
+            history: allocate(slots * sizes.history, "token history")?,
+            sampled: allocate(slots * 4, "sampled tokens")?,
+            pages: allocate(pages * sizes.page, "K/V pages")?,
+            tables: allocate(slots * most_pages * 4, "page tables")?,
+            most_pages,
+            free_slots: (0..slots as u32).rev().collect(),
+            free_pages: (0..pages as u32).rev().collect(),
+            users: vec![0; pages],
+        };
+        // A sampled token may be read before one was drawn, by a step that then ignores it: it must be a token.
+        context.fill(this.sampled.address(), 0, slots * 4)?;
+        Ok(this)
+    }
+
+    /// Pages in a table.
+    pub fn most_pages(&self) -> usize {
+        self.most_pages
+    }
+
+    /// Bytes of all slots and pages.
+    pub fn budget(&self) -> u64 {
+        let slots = self.tables.bytes() / (self.most_pages * 4);
+        (slots * self.sizes.slot() + self.users.len() * self.sizes.page) as u64
+    }
+
+    /// Bytes of the largest sequence that could be made now; 0 without a free slot.
+    pub fn available(&self) -> u64 {
+        match self.free_slots.is_empty() {
+            true => 0,
+            false => (self.sizes.slot() + self.free_pages.len() * self.sizes.page) as u64,
+        }
+    }
+
+    /// Whether a slot and so many pages are free.
+    pub fn fits(&self, pages: usize) -> bool {
+        !self.free_slots.is_empty() && pages <= self.free_pages.len()
+    }
+
+    /// An empty sequence; [`State::fits`] must have said yes.
+    pub fn create(&mut self, capacity: usize) -> Result<Sequence, DriverError> {
+        let sequence = self.take(capacity, &[])?;
+        let slot = u64::from(sequence.slot);
+        let zero = |buffer: &Buffer, bytes: usize| {
+            self.context.fill(buffer.address() + slot * bytes as u64, 0, bytes)
+        };
+        zero(&self.recurrent, self.sizes.recurrent)?;
+        zero(&self.conv, self.sizes.conv)?;
+        Ok(sequence)
+    }
+
+    /// A copy at `from`'s position with room for `capacity` tokens: shares the pages that are full, and copies the last
+    /// one unless `frozen`, for a copy that is never written. [`State::fits`] must have said yes to [`State::own_pages`].
+    pub fn copy(&mut self, from: &Sequence, capacity: usize, frozen: bool) -> Result<Sequence, DriverError> {
+        let shared = if frozen { from.len.div_ceil(PAGE) } else { from.len / PAGE };
+        let mut copy = self.take(capacity, &from.pages[..shared])?;
+        let slots = (u64::from(copy.slot), u64::from(from.slot));
+        let move_slot = |buffer: &Buffer, bytes: usize| {
+            let at = |slot: u64| buffer.address() + slot * bytes as u64;
+            self.context.copy(at(slots.0), at(slots.1), bytes)
+        };
+        move_slot(&self.recurrent, self.sizes.recurrent)?;
+        move_slot(&self.conv, self.sizes.conv)?;
+        move_slot(&self.history, self.sizes.history)?;
+        move_slot(&self.sampled, 4)?;
+        if !frozen && !from.len.is_multiple_of(PAGE) {
+            let at = |page: u32| self.page_address(page);
+            self.context.copy(at(copy.pages[shared]), at(from.pages[shared]), self.sizes.page)?;
+        }
+        (copy.len, copy.parity, copy.sampled) = (from.len, from.parity, from.sampled);
+        Ok(copy)
+    }
+
+    /// Pages that [`State::copy`] takes for itself.
+    pub fn own_pages(from: &Sequence, capacity: usize, frozen: bool) -> usize {
+        if frozen { 0 } else { capacity.div_ceil(PAGE) - from.len / PAGE }
+    }
+
+    /// Address of a page.
+    pub fn page_address(&self, page: u32) -> u64 {
+        self.pages.address() + u64::from(page) * self.sizes.page as u64
+    }
+
+    /// A slot, the pages `shared` and fresh ones behind them.
+    fn take(&mut self, capacity: usize, shared: &[u32]) -> Result<Sequence, DriverError> {
+        let fresh = capacity.div_ceil(PAGE).saturating_sub(shared.len());
+        let missing = || DriverError::Call { call: "state", name: "no free slot".to_owned() };
+        let slot = self.free_slots.pop().ok_or_else(missing)?;
+        let fresh = self.free_pages.split_off(self.free_pages.len() - fresh);
+        let pages: Vec<u32> = shared.iter().copied().chain(fresh).collect();
+        pages.iter().for_each(|&p| self.users[p as usize] += 1);
+        let table: Vec<u8> = pages.iter().flat_map(|p| p.to_le_bytes()).collect();
+        self.context.send(self.tables.address() + u64::from(slot) * (self.most_pages * 4) as u64, &table)?;
+        Ok(Sequence { slot, pages, len: 0, capacity, parity: 0, sampled: false })
+    }
+
+    /// Gives back what a sequence has.
+    pub fn release(&mut self, sequence: Sequence) {
+        self.free_slots.push(sequence.slot);
+        for page in sequence.pages {
+            self.users[page as usize] -= 1;
+            if self.users[page as usize] == 0 {
+                self.free_pages.push(page);
+            }
+        }
+    }
+}

@@ -1,0 +1,79 @@
+//! Every kernel compiles for every architecture that Lily names, and no hot one spills. Needs NVRTC, no GPU.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+mod common;
+
+use lily_cuda::compile::{Compiler, cubin};
+use lily_cuda::kernels::{COLD, SOURCES, options};
+use lily_model::config::Config;
+use lily_model::presets::CONFIG_35B_A3B;
+
+/// Name, registers and spilled bytes of each kernel, from the assembler's report.
+fn report(log: &str) -> Vec<(String, String, String)> {
+    let (mut name, mut spills, mut out) = (String::new(), String::new(), Vec::new());
+    for line in log.lines() {
+        if let Some(rest) = line.split("properties for ").nth(1) {
+            name = rest.trim().to_owned();
+        } else if line.contains("bytes spill stores") {
+            spills = line.trim_start_matches("ptxas").trim_matches([' ', '.']).to_owned();
+        } else if let Some(used) = line.split("Used ").nth(1) {
+            let registers = used.split(',').next().unwrap_or("").to_owned();
+            out.push((name.clone(), registers, spills.clone()));
+        }
+    }
+    out
+}
+
+/// The compiler. Without one there is nothing to test, but where `./test` has brought it that is a failure.
+fn compiler() -> Option<Compiler> {
+    let compiler = Compiler::load();
+    if compiler.is_none() {
+        assert!(
+            std::env::var_os("LILY_NVRTC").is_none(),
+            "libnvrtc can't be loaded, though LILY_NVRTC is set"
+        );
+        println!("skipped: libnvrtc can't be loaded");
+    }
+    compiler
+}
+
+#[test]
+fn every_kernel_compiles_and_hot_ones_do_not_spill() {
+    let Some(compiler) = compiler() else { return };
+    let config = Config::from_json(CONFIG_35B_A3B).unwrap();
+    for arch in ["sm_80", "sm_90a", "sm_100"] {
+        for source in &SOURCES {
+            let compiled =
+                compiler.compile(source.name, &source.full_text(), &options(&config, arch)).unwrap();
+            assert!(!compiled.cubin.is_empty());
+            // One was a macro that took the name of a shape.
+            assert!(!compiled.log.contains("warning"), "{}", compiled.log);
+            let kernels = report(&compiled.log);
+            for name in source.kernels {
+                let (_, registers, spills) =
+                    kernels.iter().find(|k| k.0 == *name).unwrap_or_else(|| panic!("no kernel {name}"));
+                println!("{arch} {name}: {registers}, {spills}");
+                let clean = spills.contains("0 bytes spill stores, 0 bytes spill loads")
+                    && spills.contains(" 0 bytes stack frame");
+                let clean = clean
+                    || spills.starts_with("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads");
+                assert!(clean || COLD.contains(name), "{arch} {name} uses local memory: {spills}");
+            }
+        }
+    }
+}
+
+/// The shapes of every model that the tests run compile too; a cache folder keeps the result for another machine.
+#[test]
+fn shapes_of_all_models_compile() {
+    let Some(compiler) = compiler() else { return };
+    let cache = std::env::var_os("LILY_CUDA_CACHE").map(std::path::PathBuf::from);
+    let real = Config::from_json(CONFIG_35B_A3B).unwrap();
+    let small = ["dense", "demo"].map(|form| common::load(form).config);
+    for config in small.iter().chain([&common::random::config(&[]), &real]) {
+        for source in &SOURCES {
+            let options = options(config, "sm_90a");
+            cubin(Some(&compiler), cache.as_deref(), source.name, &source.full_text(), &options).unwrap();
+        }
+    }
+}
