@@ -139,6 +139,9 @@ mod tests {
             dispatch!(isa, swiglu(&mut x => a1: &mut [f32], &one => a2: &[f32]));
             assert!(x[0] == 0.0 && x[1].abs() < 1e-35 && x[2] == 200.0, "{isa:?} {x:?}");
             assert!(x[3].is_nan() && !x[4].is_finite(), "{isa:?} {x:?}");
+            let (mut x, nan) = ([1.0; 2], [f32::NAN, -f32::NAN]);
+            dispatch!(isa, mul_sigmoid(&mut x => a1: &mut [f32], &nan => a2: &[f32]));
+            assert!(x.iter().all(|x| x.is_nan()), "{isa:?} {x:?}");
         }
     }
 }
