@@ -21,10 +21,10 @@ use crate::pool::Disjoint;
 use crate::quantise::{Quantised, Storage};
 use crate::simd::{BLOCK, WIDTH};
 
-/// Bytes of weights that a claim should hold at least: some microseconds of work.
-const CLAIM: usize = 64 << 10;
-/// Pieces per thread that a product is cut into at least, so that threads end together.
-const PIECES: usize = 4;
+/// Bytes of weights that a claim holds at most, unless one tile is more.
+const CLAIM: usize = 1 << 20;
+/// Claims per thread of a loop at least, so that threads end together. More of them read memory in shorter runs.
+const PIECES: usize = 2;
 
 /// Activations, `[tokens, cols]`, in the forms that products want.
 #[derive(Clone, Copy)]
