@@ -4,8 +4,10 @@
 
 mod common;
 
-use common::{Goldens, Model, demo, feed, load, rows, run, segment, step};
-use lily_cpu::CpuBackend;
+use common::{Goldens, Model, assert_close, demo, feed, load, rows, run, segment, step};
+use lily_cpu::reference::{Reference, State};
+use lily_cpu::tap::no_tap;
+use lily_cpu::{CpuBackend, Options};
 use lily_model::backend::{Backend, Output, Rows, SeqId, Want};
 use proptest::prelude::*;
 
@@ -55,6 +57,36 @@ fn decode_after_prefill_equals_one_long_prefill() {
             got.extend(feed(&mut backend, seq, i, &ids[i..=i]));
         }
         assert!(got == whole, "{form}, split at {split}");
+    }
+}
+
+/// Attention over more than 1,024 positions is a sum of parts: shared out to threads for a few tokens, one behind the
+/// other for many. Both give the same, and what the reference gives.
+#[test]
+fn a_long_context_is_the_same_read_at_once_and_token_by_token() {
+    const TOKENS: usize = 1100;
+    let ids = prompt(TOKENS);
+    for form in ["q4", "q4-int8"] {
+        let model = load(form);
+        let mut backend = model.backend_with(Options {
+            threads: Some(2),
+            context: 2048,
+            max_batch_tokens: 2048,
+            exact: model.exact,
+            ..Options::default()
+        });
+        let (a, b) = (backend.create(TOKENS as u32).unwrap(), backend.create(TOKENS as u32).unwrap());
+        let whole = feed(&mut backend, a, 0, &ids);
+        feed(&mut backend, b, 0, &ids[..TOKENS - 20]);
+        for i in TOKENS - 20..TOKENS {
+            assert!(feed(&mut backend, b, i, &ids[i..=i])[0] == whole[i], "{form}, token {i}");
+        }
+        if model.exact {
+            let reference = Reference { config: &model.config, weights: &model.weights };
+            let mut state = State::default();
+            let hidden = ids.iter().map(|&id| reference.step(id, &mut state, &mut no_tap)).last().unwrap();
+            assert_close("the last of a long prompt", &whole[TOKENS - 1], &reference.logits(&hidden));
+        }
     }
 }
 
