@@ -38,6 +38,18 @@ pub struct Global {
     pub verbose: u8,
 }
 
+impl Global {
+    /// Refuses options that don't go together.
+    pub fn check(&self) -> Result<(), UsageError> {
+        match self.device {
+            DeviceChoice::Cuda(_) if self.cpu_exact => Err(UsageError(
+                "--cpu-exact is for the CPU, and --device names a GPU: leave one of them out".to_owned(),
+            )),
+            _ => Ok(()),
+        }
+    }
+}
+
 /// A device to compute on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeviceChoice {

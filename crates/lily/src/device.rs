@@ -49,6 +49,7 @@ pub fn open(
                 device,
                 context: size.context,
                 max_sequences: size.sequences,
+                snapshot_bytes: size.snapshot_bytes,
                 max_batch_tokens: size.batch_tokens,
                 cache: kernel_cache(),
                 ..lily_cuda::Options::default()

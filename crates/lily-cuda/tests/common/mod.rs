@@ -56,6 +56,7 @@ pub fn options() -> Options {
         context: 1024,
         max_batch_tokens: 512,
         max_sequences: 8,
+        snapshot_bytes: 64 << 20,
         cache: std::env::var_os("LILY_CUDA_CACHE").map(PathBuf::from),
         ..Options::default()
     }

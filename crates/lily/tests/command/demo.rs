@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use crate::{output, path, stdout};
+use crate::{assert_refused, output, path, stdout};
 
 /// The demonstration model's reply as JSON.
 fn ask(prompt: &str, options: &[&str]) -> Value {
@@ -37,6 +37,14 @@ fn the_exact_mode_says_the_same() {
         let options = ["--no-think", "-n", "40"];
         let exact = ask(prompt, &[&options[..], &["--cpu-exact"]].concat());
         assert_eq!(ask(prompt, &options)["text"], exact["text"]);
+    }
+}
+
+#[test]
+fn the_exact_mode_is_not_for_gpus() {
+    for command in [&["run", "hello"][..], &["inspect"]] {
+        let options = ["--cpu-exact", "--device", "cuda:1"];
+        assert_refused(&output(&[command, &options].concat()), 2, &["--cpu-exact", "--device"]);
     }
 }
 
