@@ -11,13 +11,12 @@ use lily_model::config::Config;
 use lily_model::sample::{SampleParams, Sampled, sample};
 use lily_model::weights::Weights;
 
+use crate::device::Source;
 use crate::driver::{Context, DriverError, Event, Graph, Pinned};
-use crate::forward::{Buffers, Device, GroupSizes, flash_shared};
-use crate::kernels::Kernels;
-use crate::state::{self, Capacity, PAGE, Sequence, State};
-use crate::step::{self, Layout, MAX_SEGMENTS, NONE, Plan};
-use crate::weights::{DeviceWeights, Random};
-use crate::{LoadError, check_shapes, decode, export};
+use crate::forward::Device;
+use crate::state::{PAGE, Sequence, State};
+use crate::step::{self, MAX_SEGMENTS, NONE, Plan};
+use crate::{LoadError, export};
 
 /// Steps that may be enqueued before the oldest is waited for.
 const IN_FLIGHT: usize = 2;
@@ -58,12 +57,6 @@ impl Default for Options {
     }
 }
 
-/// Where weights come from.
-enum Source<'a> {
-    Checkpoint(&'a Weights),
-    Random(u32),
-}
-
 /// Host memory of one step in flight.
 struct Flight {
     step: Pinned,
@@ -91,8 +84,6 @@ struct Asked {
 /// The model on a GPU.
 pub struct CudaBackend {
     device: Device,
-    sizes: decode::Sizes,
-    fast: bool,
     graphs: Option<HashMap<usize, Graph>>,
     limits: Limits,
     fingerprint: u32,
@@ -122,85 +113,37 @@ impl CudaBackend {
     }
 
     fn load(config: Config, source: &Source<'_>, options: &Options) -> Result<Self, LoadError> {
-        check_shapes(&config)?;
         let context = Context::open(options.device)?;
-        let (needed, available) = (flash_shared(&config), context.shared_memory);
-        if needed > available {
-            let (head_dim, device) = (config.attention.head_dim, context.name.clone());
-            return Err(LoadError::SharedMemory { head_dim, needed, device, available });
-        }
-        let sizes = decode::Sizes::new(&config, context.multiprocessors);
-        let mut shared = vec![("flash", needed)];
-        let group_sizes = GroupSizes::new(&config);
-        let dynamic = sizes.shared().into_iter().chain(group_sizes.shared());
-        shared.extend(dynamic.filter(|(_, bytes)| *bytes + (40 << 10) <= context.shared_memory));
-        let kernels = Kernels::load(&context, &config, options.cache.as_deref(), &shared)?;
-        let weights = match source {
-            Source::Checkpoint(weights) => DeviceWeights::upload(&context, &config, weights)?,
-            Source::Random(seed) => {
-                Random { context: &context, kernels: &kernels, seed: *seed }.weights(&config)?
-            }
-        };
-        let layout =
-            Layout { rows: options.max_batch_tokens as usize, mask_words: config.vocab_size.div_ceil(32) };
-        let length = (options.context as usize).next_multiple_of(PAGE);
-        let state_sizes = state::Sizes::new(&config, length);
-        let sequences = options.max_sequences as usize;
-        let capacity = Capacity::new(&state_sizes, length, sequences, options.snapshot_bytes);
-        let state = State::new(&context, state_sizes, length, capacity)?;
-        let buffers = Buffers::new(&context, &config, &layout, length)?;
-        let fingerprint = match source {
-            Source::Checkpoint(weights) => export::fingerprint(&config, weights),
-            Source::Random(seed) => *seed,
-        };
+        let device = Device::load(context, config, source, options)?;
         let flight = |_| -> Result<Flight, DriverError> {
             Ok(Flight {
-                step: Pinned::new(&context, layout.bytes())?,
-                results: Pinned::new(&context, 8 * MAX_SEGMENTS)?,
-                done: Event::new(&context)?,
+                step: Pinned::new(&device.context, device.layout.bytes())?,
+                results: Pinned::new(&device.context, 8 * MAX_SEGMENTS)?,
+                done: Event::new(&device.context)?,
             })
         };
         let flights = (0..IN_FLIGHT).map(flight).collect::<Result<_, _>>()?;
-        let fast = options.fast_decode && decode::supported(&weights, &sizes, &context);
+        let fingerprint = match source {
+            Source::Checkpoint(weights) => export::fingerprint(&device.config, weights),
+            Source::Random(seed) => *seed,
+        };
         let limits = Limits {
-            name: format!(
-                "cuda:{} ({}, compute capability {}.{})",
-                options.device,
-                context.name,
-                context.capability / 10,
-                context.capability % 10
-            ),
-            vocab_size: config.vocab_size as u32,
+            name: format!("cuda:{} ({})", options.device, device.context.description()),
+            vocab_size: device.config.vocab_size as u32,
             context: options.context,
             max_batch_tokens: options.max_batch_tokens,
             max_segments: MAX_SEGMENTS as u32,
-            state_budget: state.pool.budget(&state.sizes),
+            state_budget: device.state.pool.budget(&device.state.sizes),
         };
         tracing::info!(
             "{}: weights {} bytes, state {} bytes, decode kernels {}",
             limits.name,
-            weights.bytes(),
+            device.weights.bytes(),
             limits.state_budget,
-            if fast { "on" } else { "off" }
+            if device.one.is_some() { "on" } else { "off" }
         );
-        let grouped = options.fast_decode && group_sizes.fit(&context);
-        let device = Device {
-            grouped,
-            context,
-            config,
-            kernels,
-            weights,
-            buffers,
-            state,
-            layout,
-            probe: None,
-            omit: Vec::new(),
-        };
-        device.rotary_table(length)?;
         Ok(Self {
             device,
-            sizes,
-            fast,
             graphs: options.graphs.then(HashMap::new),
             limits,
             fingerprint,
@@ -213,22 +156,19 @@ impl CudaBackend {
         })
     }
 
-    /// The device, for profiles.
-    pub fn device(&mut self) -> &mut Device {
-        &mut self.device
+    /// The GPU.
+    pub(crate) fn context(&self) -> &std::sync::Arc<Context> {
+        &self.device.context
     }
 
-    /// Leaves kernels out of every step from now on, for profiles: what steps compute means nothing any more.
-    pub fn omit(&mut self, kernels: &[&str]) {
-        self.device.omit = kernels.iter().map(|k| (*k).to_owned()).collect();
-        if let Some(graphs) = &mut self.graphs {
-            graphs.clear();
-        }
+    /// The device, for profiles.
+    pub(crate) fn device(&mut self) -> &mut Device {
+        &mut self.device
     }
 
     /// Whether single tokens are decoded by the kernels made for that.
     pub fn decodes_fast(&self) -> bool {
-        self.fast
+        self.device.one.is_some()
     }
 
     fn new_id(&mut self) -> u64 {
@@ -310,16 +250,14 @@ impl CudaBackend {
 
     /// The kernels of a step: a graph that is there or is recorded now, or one by one.
     fn run(&mut self, plan: &Plan) -> Result<(), DriverError> {
-        let (device, sizes) = (&self.device, &self.sizes);
-        let fast = self.fast && plan.rows == 1;
-        let kernels = || if fast { device.decode_one(sizes) } else { device.step(plan) };
-        let Some(graphs) = self.graphs.as_mut().filter(|_| plan.decode && device.probe.is_none()) else {
-            return kernels();
+        let device = &self.device;
+        let Some(graphs) = self.graphs.as_mut().filter(|_| plan.decode) else {
+            return device.enqueue(plan);
         };
         if let Some(graph) = graphs.get(&plan.rows) {
             return graph.launch();
         }
-        let graph = device.context.capture(kernels)?;
+        let graph = device.context.capture(|| device.enqueue(plan))?;
         graph.launch()?;
         graphs.insert(plan.rows, graph);
         Ok(())

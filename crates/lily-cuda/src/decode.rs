@@ -1,8 +1,6 @@
 //! One token, as few dependent kernels as there are dependencies: each has its weights on their way into shared memory
 //! before its predecessor has ended.
 
-use lily_model::config::LayerKind;
-
 use crate::driver::{Args, Buffer, DriverError, Shape};
 use crate::forward::{Device, KindIndex, THREADS};
 use crate::pack::{Packing, TILE_COLS, TILE_ROWS};
@@ -98,7 +96,7 @@ pub fn supported(w: &DeviceWeights, sizes: &Sizes, context: &crate::driver::Cont
 impl Device {
     /// Enqueues the step of one token that draws one.
     pub fn decode_one(&self, sizes: &Sizes) -> Result<(), DriverError> {
-        let plan = Plan { rows: 1, segments: 1, logits: 1, decode: true, ..Plan::default() };
+        let plan = Plan::decoding(1);
         self.embed(1)?;
         let mut index = KindIndex::default();
         let b = &self.buffers;
@@ -138,7 +136,7 @@ impl Device {
         let mut args = Args::new();
         args.words(&w.words()).u64(x.address()).u64(factor.address()).u64(y.address());
         args.u32(sizes.stages(w.rows as usize));
-        args.u64(self.buffers.best.address());
+        args.u64(self.buffers.best.address()).moves(w.tiles.bytes() as u64);
         self.launch_shared(name, grid, THREADS, sizes, &mut args)?;
         Ok(grid)
     }
@@ -149,11 +147,13 @@ impl Device {
         let mut args = Args::new();
         args.u64(b.router.address()).u64(w.gate_up.experts.address()).u64(w.gate_up.shared.address());
         args.u64(b.x.address()).u64(gain.address()).u64(b.middle.address());
+        args.moves(w.gate_up.expected_bytes(&self.config.moe, 1));
         // One warp more than others have chooses experts while the rest make the input ready.
         self.launch_shared("gate_up_one_q4", sizes.units, THREADS + 32, sizes, &mut args)?;
         let mut args = Args::new();
         args.u64(b.router.address()).u64(w.down.experts.address()).u64(w.down.shared.address());
         args.u64(b.middle.address()).u64(b.x.address());
+        args.moves(w.down.expected_bytes(&self.config.moe, 1));
         let blocks = (self.config.hidden_size / TILE_ROWS) as u32;
         self.launch_shared("down_one_q4", blocks, THREADS, sizes, &mut args)
     }
@@ -168,32 +168,5 @@ impl Device {
     ) -> Result<(), DriverError> {
         let shared = sizes.shared().iter().find(|(n, _)| *n == name).map_or(0, |(_, bytes)| *bytes);
         self.launch_with(name, Shape { grid: [blocks, 1, 1], threads, shared, overlap: true }, args)
-    }
-}
-
-/// Kernels of [`Device::decode_one`], which follow one another: each is one dependent stage.
-pub fn kernels_per_token(layers: &[LayerKind]) -> usize {
-    let of = |kind: &LayerKind| match kind {
-        // Projection, delta rule, out projection; router, gate and up, down.
-        LayerKind::Gdn => 6,
-        // Projection, append, flash, combine, out projection; as above.
-        LayerKind::Attention => 8,
-    };
-    // Embedding; lm_head and draw.
-    layers.iter().map(of).sum::<usize>() + 3
-}
-
-#[cfg(test)]
-mod tests {
-    use lily_model::config::Config;
-    use lily_model::presets::CONFIG_35B_A3B;
-
-    use super::*;
-
-    #[test]
-    fn a_token_of_the_real_model_takes_at_most_270_kernels() -> Result<(), lily_model::config::ConfigError> {
-        let config = Config::from_json(CONFIG_35B_A3B)?;
-        assert_eq!(kernels_per_token(&config.layers), 263);
-        Ok(())
     }
 }

@@ -140,8 +140,10 @@ pub struct Device {
     pub layout: Layout,
     /// Experts' weights come by bulk copies: compute capability 9.0, and enough shared memory.
     pub grouped: bool,
-    /// Counts launches and takes times, when a profile is wanted.
-    pub probe: Option<crate::profile::Probe>,
+    /// Shapes of the kernels for a single decoded token, where they can be used.
+    pub one: Option<crate::decode::Sizes>,
+    /// Where launches are noted, when a list is wanted.
+    pub record: Option<crate::device::Record>,
     /// Kernels that are not launched, to see what a step costs without them. Its results mean nothing then.
     pub omit: Vec<String>,
 }
@@ -223,10 +225,10 @@ impl Device {
         if self.omit.iter().any(|n| n == name) {
             return Ok(());
         }
-        match &self.probe {
-            Some(probe) => probe.around(name, || self.context.launch(function, shape, args)),
-            None => self.context.launch(function, shape, args),
+        if let Some(record) = &self.record {
+            crate::device::note(record, name, shape, args);
         }
+        self.context.launch(function, shape, args)
     }
 
     /// Addresses of segments, draws and rows.
@@ -247,7 +249,7 @@ impl Device {
         let mut args = Args::new();
         args.words(&w.words()).u64(row_table).u64(segments).u64(self.state.sampled.address());
         args.u64(self.state.history.address()).u64(self.state.sizes.history as u64 / 4);
-        args.u64(self.buffers.x.address());
+        args.u64(self.buffers.x.address()).moves(u64::from(rows) * w.row_bytes());
         self.launch(name, [rows, 1, 1], &mut args)
     }
 
@@ -321,7 +323,7 @@ impl Device {
         let mut args = Args::new();
         args.words(&w.words()).u64(b.fragments.address()).u64(b.sums.address());
         args.u64(if scaled { b.scale.address() } else { 0 });
-        args.u64(y.address()).u32(rows).u32(stride).u32(u32::from(add));
+        args.u64(y.address()).u32(rows).u32(stride).u32(u32::from(add)).moves(w.tiles.bytes() as u64);
         self.launch(name, [blocks.div_ceil(r), rows.div_ceil(tokens), 1], &mut args)
     }
 
@@ -336,6 +338,8 @@ impl Device {
         args.u64(segment_table).u64(b.projected.address()).u64(conv).u64(a_log).u64(dt_bias).u64(norm);
         args.u64(states).u64(s.sizes.recurrent as u64 / 4).u64(convs).u64(s.sizes.conv as u64 / 4);
         args.u64(b.mixed.address()).u64(b.squares.address());
+        let states = u64::from(segments) * 2 * 4 * (g.state_len() + g.conv_state_len()) as u64;
+        args.moves(states + vectors.iter().map(|v| v.bytes() as u64).sum::<u64>());
         let grid = [(g.value_width() / 32) as u32, segments, 1];
         self.launch_with("delta", Shape { grid, threads: 128, shared: 0, overlap: true }, &mut args)
     }
@@ -350,7 +354,8 @@ impl Device {
         let mut args = Args::new();
         args.u64(segments).u64(row_table).u64(b.projected.address());
         args.u64(vectors[0].address()).u64(vectors[1].address()).u64(b.rotary.address());
-        args.words(&cache).u64(b.queries.address());
+        let position = u64::from(rows) * 2 * 2 * a.kv_width() as u64;
+        args.words(&cache).u64(b.queries.address()).moves(position);
         let heads = (a.heads + 2 * a.kv_heads) as u32;
         self.launch("append", [heads.div_ceil(8), rows, 1], &mut args)?;
 
@@ -360,7 +365,7 @@ impl Device {
         };
         let mut args = Args::new();
         args.u64(segments).u64(row_table).u64(b.queries.address()).words(&cache);
-        args.u64(b.partial.address()).u64(b.stats.address());
+        args.u64(b.partial.address()).u64(b.stats.address()).moves_per_position(position);
         let grid = [splits, a.kv_heads as u32, rows];
         let shape = Shape { grid, threads: 128, shared: flash_shared(&self.config), overlap: true };
         self.launch_with("flash", shape, &mut args)?;
@@ -394,7 +399,7 @@ impl Device {
             let mut args = Args::new();
             args.u64(stack.experts.address()).u64(stack.shared.address()).u64(b.work.address());
             args.u64(b.counts.address()).u64(b.pairs.address());
-            args.u64(b.fragments.address()).u64(b.sums.address());
+            args.u64(b.fragments.address()).u64(b.sums.address()).moves(stack.expected_bytes(m, rows));
             args
         };
         let widest = m.expert_width.max(m.shared_width);

@@ -189,6 +189,12 @@ impl Kernels {
         Ok(Self { functions, _modules: modules })
     }
 
+    /// Names without code, for a stand-in of a device.
+    pub fn names() -> Self {
+        let names = SOURCES.iter().flat_map(|source| source.kernels);
+        Self { functions: names.map(|&name| (name, Function::NONE)).collect(), _modules: Vec::new() }
+    }
+
     /// A kernel.
     pub fn get(&self, name: &str) -> Result<Function, DriverError> {
         let missing = || DriverError::Call { call: "kernel lookup", name: name.to_owned() };

@@ -7,6 +7,7 @@
 mod backend;
 pub mod compile;
 pub mod decode;
+pub mod device;
 pub mod driver;
 mod export;
 pub mod forward;
@@ -43,6 +44,14 @@ pub enum LoadError {
         device: String,
         /// Bytes.
         available: u32,
+    },
+    /// Random weights can't have the form of the config.
+    #[error(
+        "random weights are only made in 4 and 8 bits, with groups of 64 or 128: {module} has another form, so write the model with `lily synth` and load that"
+    )]
+    Random {
+        /// The first of the modules that lie together.
+        module: String,
     },
     /// Shapes that the kernels aren't written for.
     #[error(

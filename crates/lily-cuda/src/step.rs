@@ -70,6 +70,13 @@ pub struct Plan {
     pub masks: usize,
 }
 
+impl Plan {
+    /// A step in which so many sequences decode a token each.
+    pub fn decoding(sequences: usize) -> Self {
+        Self { rows: sequences, segments: sequences, logits: sequences, decode: true, ..Self::default() }
+    }
+}
+
 /// Rows of logits that a segment of `len` tokens wants: its last ones.
 pub fn wanted(want: &Want, len: usize) -> usize {
     match want {
