@@ -3,6 +3,7 @@
 
 mod common;
 
+use common::random;
 use lily_cuda::compile::{Compiler, cubin};
 use lily_cuda::kernels::{COLD, SOURCES, options};
 use lily_model::config::Config;
@@ -70,7 +71,8 @@ fn shapes_of_all_models_compile() {
     let cache = std::env::var_os("LILY_CUDA_CACHE").map(std::path::PathBuf::from);
     let real = Config::from_json(CONFIG_35B_A3B).unwrap();
     let small = ["dense", "demo"].map(|form| common::load(form).config);
-    for config in small.iter().chain([&common::random::config(&[]), &real]) {
+    let random = [random::config(&[]), random::one_expert(&[]), random::real_attention(&[])];
+    for config in small.iter().chain(&random).chain([&real]) {
         for source in &SOURCES {
             let options = options(config, "sm_90a");
             cubin(Some(&compiler), cache.as_deref(), source.name, &source.full_text(), &options).unwrap();
