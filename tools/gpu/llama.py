@@ -1,6 +1,6 @@
 """Lily beside llama.cpp on one NVIDIA GPU: same shapes, random weights of 4 bits, in one run. Prints a Markdown table.
 
-Needs what `tools/gpu/pack` and `tools/gpu/pack-llama` left in target/gpu, CMake, ninja, nvcc, and numpy. llama.cpp is built for the
+`tools/gpu/run llama` starts it. It needs CMake, ninja, nvcc and numpy. llama.cpp is built for the
 GPU of this machine while its model is written; both take some minutes and stay in the folder given, for the next run.
 """
 
@@ -95,11 +95,12 @@ def table(lily: dict[str, float], llama: dict[str, float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--packed", type=Path, default=REPOSITORY / "target/gpu", help="what tools/gpu/pack made")
+    parser.add_argument("--lily", type=Path, required=True, help="the program")
+    parser.add_argument("--llama", type=Path, default=REPOSITORY / "target/gpu/llama.tar.gz", help="what tools/gpu/pack-llama made")
     parser.add_argument("--work", type=Path, default=Path("/tmp/lily-llama"), help="20 GB for llama.cpp and its model")
     args = parser.parse_args()
     source, model = args.work / "source", args.work / "35b-a3b-q4_0.gguf"
-    unpack(args.packed / "llama.tar.gz", source)
+    unpack(args.llama, source)
     say("building llama.cpp and writing its model")
     writing = write_model(source, model)
     bench = build(source, args.work / "build")
@@ -109,7 +110,7 @@ def main() -> None:
     say("measuring llama.cpp")
     llama = run_llama(bench, model)
     say("measuring Lily")
-    lily, device = run_lily(args.packed / "bin/lily")
+    lily, device = run_lily(args.lily)
     print(f"{device}, {time.strftime('%Y-%m-%d')}\n\n{table(lily, llama)}")
 
 

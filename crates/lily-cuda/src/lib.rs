@@ -4,6 +4,7 @@
 //! The rooms are those of every backend: `embed`, `gdn`, `attention`, `moe`, `head` are kernel files, `forward` has their
 //! order, `decode` the short way for one token, `state` the memory of sequences, `driver` the device.
 
+mod args;
 mod backend;
 pub mod compile;
 pub mod decode;

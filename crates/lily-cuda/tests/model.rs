@@ -8,6 +8,8 @@ use common::{
     assert_batch_changes_nothing, assert_close, device, feed, fresh, load, options, root, rows, segment,
     step, tokens,
 };
+use lily_cuda::device::{decode_launches, traffic};
+use lily_cuda::driver::Context;
 use lily_cuda::{CudaBackend, Options};
 use lily_model::backend::{Backend, Rows, Want};
 use lily_model::config::Config;
@@ -191,4 +193,29 @@ fn a_thousand_greedy_tokens_of_the_real_shape_are_the_same_in_a_batch() {
     let config = Config::from_json(CONFIG_35B_A3B).unwrap();
     let options = Options { context: 1100, ..options() };
     assert_batch_changes_nothing(&mut CudaBackend::random(config, 1, &options).unwrap());
+}
+
+/// A profile launches what `lily inspect` lists, and leaves the backend as it was.
+#[test]
+fn a_profile_has_every_kernel_of_a_step() {
+    if !device() {
+        return;
+    }
+    let model = load("demo");
+    let mut backend = model.backend();
+    let ids = tokens(30, model.config.vocab_size);
+    let (before, free) = (fresh(&mut backend, &ids), backend.free_bytes());
+    for batch in [1, 3] {
+        let profile = backend.profile(batch, 20).unwrap();
+        let gpu = Context::open(0).unwrap();
+        let launches = decode_launches(model.config.clone(), &gpu, batch).unwrap();
+        assert_eq!(profile.kernels.iter().map(|k| k.launches).sum::<usize>(), launches.len());
+        let moved = traffic(&launches);
+        let bytes = profile.kernels.iter().map(|k| k.bytes).sum::<u64>();
+        assert_eq!(bytes, moved.bytes + 20 * moved.bytes_per_position);
+        assert!(profile.step_us > 0.0 && profile.kernels.iter().all(|k| k.alone_us > 0.0), "{profile:?}");
+        assert!(profile.copy_bytes_per_s > 1e10, "{profile:?}");
+    }
+    assert_eq!(backend.free_bytes(), free);
+    assert!(fresh(&mut backend, &ids) == before);
 }

@@ -93,11 +93,13 @@ fn eval_tells_english_from_shuffled_words() {
 }
 
 #[test]
-fn bench_measures_every_prompt_length() {
-    let args = ["bench", "--json", "--prompt-tokens", "8,300", "--decode-tokens", "4", "--repeat", "2"];
+fn bench_measures_every_prompt_length_and_batch() {
+    let shape = ["--prompt-tokens", "8,300", "--decode-tokens", "4", "--repeat", "2", "--batch", "1,3"];
+    let args = [&["bench", "--json"], &shape[..]].concat();
     let reply: Value = serde_json::from_str(stdout(&output(&args))).unwrap();
     let results = reply["results"].as_array().unwrap();
-    assert_eq!(results.iter().map(|r| &r["prompt_tokens"]).collect::<Vec<_>>(), [8, 300]);
+    let row = |r: &Value| (r["prompt_tokens"].as_u64().unwrap(), r["batch"].as_u64().unwrap());
+    assert_eq!(results.iter().map(row).collect::<Vec<_>>(), [(8, 1), (8, 3), (300, 1), (300, 3)]);
     for result in results {
         assert!(result["prefill_tokens_per_s"].as_f64().unwrap() > 0.0);
         assert_eq!(result["decode_tokens_per_s_runs"].as_array().unwrap().len(), 2);
