@@ -10,6 +10,7 @@ pub struct Args {
     starts: [usize; 24],
     count: usize,
     traffic: Traffic,
+    stages: u32,
 }
 
 /// Bytes of weights and state that a launch must read or write. Activations, which stay in the L2 cache, don't count, nor
@@ -25,7 +26,7 @@ pub struct Traffic {
 impl Args {
     /// None yet.
     pub fn new() -> Self {
-        Self { words: [0; 64], used: 0, starts: [0; 24], count: 0, traffic: Traffic::default() }
+        Self { words: [0; 64], used: 0, starts: [0; 24], count: 0, traffic: Traffic::default(), stages: 1 }
     }
 
     /// Adds a number.
@@ -57,6 +58,17 @@ impl Args {
     pub fn moves_per_position(&mut self, bytes: u64) -> &mut Self {
         self.traffic.bytes_per_position += bytes;
         self
+    }
+
+    /// Says how many dependent stages the kernel has inside: points at which its blocks wait for each other's results, and one.
+    pub fn stages(&mut self, stages: u32) -> &mut Self {
+        self.stages = stages;
+        self
+    }
+
+    /// Dependent stages; one if nothing was said.
+    pub fn stage_count(&self) -> u32 {
+        self.stages
     }
 
     /// All that was said to be moved.

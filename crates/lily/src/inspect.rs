@@ -3,7 +3,7 @@
 use std::io::{self, Write};
 
 use anyhow::Result;
-use lily_cuda::device::{Launch, decode_launches, traffic};
+use lily_cuda::device::{Launch, decode_launches, stages, traffic};
 use lily_cuda::driver::{Context, DriverError};
 use lily_model::config::{Config, LayerKind};
 use lily_model::footprint::Footprint;
@@ -38,8 +38,8 @@ struct Step {
     /// Whether that GPU is in this machine.
     gpu_is_here: bool,
     kernels_per_token: usize,
-    /// Those that wait for each other.
-    stages_per_token: usize,
+    /// Stages that wait for each other; a kernel has one or more.
+    stages_per_token: u32,
     /// Weights and state, at the start of a sequence.
     bytes_per_token: u64,
     bytes_per_token_at_context: u64,
@@ -48,7 +48,9 @@ struct Step {
 
 #[derive(Serialize)]
 struct Launched {
-    stage: usize,
+    /// Its first stage, and how many there are.
+    stage: u32,
+    stages: u32,
     kernel: &'static str,
     grid: [u32; 3],
     threads: u32,
@@ -155,6 +157,7 @@ fn step(config: Config, index: usize, context: u32) -> Result<Step> {
     let moved = traffic(&launches);
     let launched = |l: &Launch| Launched {
         stage: l.stage,
+        stages: l.stages,
         kernel: l.name,
         grid: l.grid,
         threads: l.threads,
@@ -166,7 +169,7 @@ fn step(config: Config, index: usize, context: u32) -> Result<Step> {
         gpu: gpu.description(),
         gpu_is_here,
         kernels_per_token: launches.len(),
-        stages_per_token: launches.iter().map(|l| l.stage).max().unwrap_or(0),
+        stages_per_token: stages(&launches),
         bytes_per_token: moved.bytes,
         bytes_per_token_at_context: moved.bytes + moved.bytes_per_position * u64::from(context),
         launches: launches.iter().map(launched).collect(),
@@ -277,7 +280,7 @@ fn write_step(out: &mut impl Write, step: &Step, context: u32) -> io::Result<()>
     let at_context = format!("bytes moved, at {} tokens", grouped(context.into()));
     let lines = [
         ("kernels", step.kernels_per_token as u64),
-        ("stages that wait for each other", step.stages_per_token as u64),
+        ("stages that wait for each other", step.stages_per_token.into()),
         ("bytes moved, at the start", step.bytes_per_token),
         (&at_context, step.bytes_per_token_at_context),
     ];
@@ -288,15 +291,20 @@ fn write_step(out: &mut impl Write, step: &Step, context: u32) -> io::Result<()>
     let (stage, kernel, blocks, threads, shared, bytes, position) = columns;
     writeln!(
         out,
-        "\n  {stage:>5}  {kernel:<20}{blocks:>14}{threads:>9}{shared:>9}{bytes:>14}{position:>12}"
+        "\n  {stage:>7}  {kernel:<20}{blocks:>14}{threads:>9}{shared:>9}{bytes:>14}{position:>12}"
     )?;
     for l in &step.launches {
         let blocks = l.grid.map(|n| n.to_string()).join(" x ");
-        let (stage, kernel, threads, shared) = (l.stage, l.kernel, l.threads, l.shared_bytes);
+        let stage = if l.stages == 1 {
+            l.stage.to_string()
+        } else {
+            format!("{}-{}", l.stage, l.stage + l.stages - 1)
+        };
+        let (kernel, threads, shared) = (l.kernel, l.threads, l.shared_bytes);
         let (bytes, position) = (grouped(l.bytes), grouped(l.bytes_per_position));
         writeln!(
             out,
-            "  {stage:>5}  {kernel:<20}{blocks:>14}{threads:>9}{shared:>9}{bytes:>14}{position:>12}"
+            "  {stage:>7}  {kernel:<20}{blocks:>14}{threads:>9}{shared:>9}{bytes:>14}{position:>12}"
         )?;
     }
     Ok(())

@@ -43,7 +43,7 @@ fn a_gpus_decode_step_is_listed() {
     assert!(kernels <= 270 && stages <= 270, "{kernels} kernels, {stages} stages");
     let launches = report["launches"].as_array().unwrap();
     assert_eq!(launches.len() as u64, kernels);
-    assert!(launches.iter().zip(1..).all(|(launch, stage)| launch["stage"] == stage));
+    assert_eq!(launches.iter().map(|l| l["stages"].as_u64().unwrap()).sum::<u64>(), stages);
     let bytes = number("bytes_per_token");
     assert_eq!(launches.iter().map(|l| l["bytes"].as_u64().unwrap()).sum::<u64>(), bytes);
     let least = number_of(&report["weights"]["bytes_per_decoded_token"]) + 2 * (62_914_560 + 2_949_120);
@@ -51,7 +51,8 @@ fn a_gpus_decode_step_is_listed() {
     assert_eq!(number("bytes_per_token_at_context") - bytes, 20_480 * 32_768);
     let (state, table) = (report["state"].as_array().unwrap(), output(&args));
     assert_eq!(state.last().unwrap()["kv_bytes_per_token"], 20_480);
-    for words in ["decoding a token on a GPU", "project_q4", "logits_q4", "flash"] {
+    let first = launches[0]["kernel"].as_str().unwrap();
+    for words in ["decoding a token on a GPU", first] {
         assert!(stdout(&table).contains(words), "{words}: {}", stdout(&table));
     }
 }
