@@ -86,7 +86,7 @@ impl CudaBackend {
 
     /// Reads prompts of `position` tokens into `batch` sequences, and profiles the step behind them.
     pub fn profile(&mut self, batch: usize, position: u32) -> Result<Profile, BackendError> {
-        let seqs = (0..batch).map(|_| self.create(position + 2)).collect::<Result<Vec<_>, _>>()?;
+        let seqs = (0..batch).map(|_| self.create(position + 1)).collect::<Result<Vec<_>, _>>()?;
         for (i, seq) in seqs.iter().enumerate() {
             self.read(*seq, position, i as u32)?;
         }

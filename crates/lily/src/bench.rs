@@ -109,33 +109,11 @@ pub fn bench(args: &Bench, global: &Global) -> Result<()> {
         let option = if args.profile { "--profile" } else { "--synth" };
         bail!(UsageError(format!("{option} is for GPUs: add --device cuda")));
     }
-    let source = Source::new(global)?;
-    let (model, config) = match args.synth {
-        Some(preset) => (preset.name().to_owned(), Config::from_json(preset.config_json())?),
-        None => (source.name.clone(), source.config()?),
-    };
-    let longest = args.prompt_tokens.iter().max().copied().unwrap_or(1);
-    let tokens = longest.saturating_add(args.decode_tokens);
-    if let Err(e) = context(Some(tokens), &config) {
-        bail!(UsageError(format!("{longest} tokens of prompt and {} more: {e}", args.decode_tokens)));
-    }
-    let mut prompts: Vec<Prompt> = args.prompt_tokens.iter().map(|&n| scattered(n, &config)).collect();
-    let weights = match (&args.text, args.synth) {
-        (Some(file), _) => {
-            let model = source.load()?;
-            let ids = model.tokenizer.encode_text(&read_text(file)?);
-            prompts.extend(beginnings(&ids, &args.prompt_tokens, file)?);
-            Some(model.weights)
-        }
-        (None, Some(_)) => None,
-        (None, None) => {
-            source.announce();
-            Some(Arc::new(load_weights(&source.files, &config)?))
-        }
-    };
+    let Subject { name, config, prompts, weights } = Subject::load(args, global)?;
     let sequences = args.batch.iter().max().copied().unwrap_or(1);
     let batch_tokens = PREFILL_CHUNK.max(sequences);
-    let size = Size { context: tokens, sequences, snapshot_bytes: 0, batch_tokens };
+    let context = longest(args).saturating_add(args.decode_tokens);
+    let size = Size { context, sequences, snapshot_bytes: 0, batch_tokens };
     let (mut opened, machine) = open(global, gpu, &config, weights, size)?;
     let runs = (prompts.len() * args.batch.len()) as u64 * (1 + u64::from(args.repeat));
     let bar = progress::counted(runs, "measuring", "runs");
@@ -150,7 +128,7 @@ pub fn bench(args: &Bench, global: &Global) -> Result<()> {
     }
     bar.finish_and_clear();
     let report = Report {
-        model: &model,
+        model: &name,
         device: &opened.backend().limits().name.clone(),
         decode_tokens: args.decode_tokens,
         repeat: args.repeat,
@@ -163,6 +141,52 @@ pub fn bench(args: &Bench, global: &Global) -> Result<()> {
     let mut out = io::stdout().lock();
     let written = if args.json { writeln!(out, "{:#}", report.json()) } else { report.write(&mut out) };
     Ok(written?)
+}
+
+/// Tokens of the longest prompt.
+fn longest(args: &Bench) -> u32 {
+    args.prompt_tokens.iter().max().copied().unwrap_or(1)
+}
+
+/// What is measured.
+struct Subject {
+    name: String,
+    config: Config,
+    prompts: Vec<Prompt>,
+    /// `None`: the device makes some.
+    weights: Option<Arc<Weights>>,
+}
+
+impl Subject {
+    fn load(args: &Bench, global: &Global) -> Result<Self> {
+        if let Some(preset) = args.synth {
+            let config = Config::from_json(preset.config_json())?;
+            let prompts = scattered_prompts(args, &config)?;
+            return Ok(Self { name: preset.name().to_owned(), config, prompts, weights: None });
+        }
+        let source = Source::new(global)?;
+        let config = source.config()?;
+        let mut prompts = scattered_prompts(args, &config)?;
+        let weights = if let Some(file) = &args.text {
+            let model = source.load()?;
+            let ids = model.tokenizer.encode_text(&read_text(file)?);
+            prompts.extend(beginnings(&ids, &args.prompt_tokens, file)?);
+            model.weights
+        } else {
+            source.announce();
+            Arc::new(load_weights(&source.files, &config)?)
+        };
+        Ok(Self { name: source.name, config, prompts, weights: Some(weights) })
+    }
+}
+
+/// Prompts of all lengths, if the model takes them.
+fn scattered_prompts(args: &Bench, config: &Config) -> Result<Vec<Prompt>> {
+    let (longest, more) = (longest(args), args.decode_tokens);
+    if let Err(e) = context(Some(longest.saturating_add(more)), config) {
+        bail!(UsageError(format!("{longest} tokens of prompt and {more} more: {e}")));
+    }
+    Ok(args.prompt_tokens.iter().map(|&n| scattered(n, config)).collect())
 }
 
 /// Opens the device, with random weights if there are none, and finds out how fast it can be.
