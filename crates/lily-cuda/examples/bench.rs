@@ -90,18 +90,50 @@ fn main() -> Result<()> {
     Ok(())
 }
 
+/// Kernels of a step of one token, and of several.
+const ONE: [&str; 13] = [
+    "project_q4",
+    "delta",
+    "out_gdn_q4",
+    "append",
+    "flash",
+    "combine",
+    "out_attention_q4",
+    "project_q8",
+    "gate_up_one_q4",
+    "down_one_q4",
+    "logits_q4",
+    "finish",
+    "embed_q4",
+];
+const SEVERAL: [&str; 13] = [
+    "product_q4_8",
+    "product_q4_32",
+    "product_q8_8",
+    "delta",
+    "append",
+    "flash",
+    "combine",
+    "route",
+    "gate_up_group_q4",
+    "down_group_q4",
+    "add_experts",
+    "finish",
+    "embed_q4",
+];
+
 /// What each decode kernel costs inside a step: the time of a step without it, and of it without all others.
 fn omit(backend: &mut CudaBackend, a: &Arguments) -> Result<()> {
-    let mixer = ["project_q4", "delta", "out_gdn_q4", "append", "flash", "combine", "out_attention_q4"];
-    let rest = ["project_q8", "gate_up_one_q4", "down_one_q4", "logits_q4", "finish", "embed_q4"];
-    let all: Vec<&str> = mixer.into_iter().chain(rest).collect();
-    for kernel in &all {
-        let others: Vec<&str> = all.iter().copied().filter(|k| k != kernel).collect();
-        for (kernels, word) in [(std::slice::from_ref(kernel), "without"), (&others[..], "only")] {
-            backend.omit(kernels);
-            print!("{word} {kernel}: ");
-            if let Err(e) = decode(backend, 1, 16, a) {
-                println!("  {e}");
+    for &batch in &a.batch {
+        let all = if batch == 1 { &ONE } else { &SEVERAL };
+        for kernel in all {
+            let others: Vec<&str> = all.iter().copied().filter(|k| k != kernel).collect();
+            for (kernels, word) in [(std::slice::from_ref(kernel), "without"), (&others[..], "only")] {
+                backend.omit(kernels);
+                print!("{word} {kernel}: ");
+                if let Err(e) = decode(backend, batch, 16, a) {
+                    println!("  {e}");
+                }
             }
         }
     }

@@ -128,22 +128,18 @@ __device__ __forceinline__ u32 used_splits(u32 position, u32 splits) {
     return (pages + per - 1) / per;
 }
 
-// Grid: (splits, KV_HEADS, rows). partial: [rows, HEADS, splits, HEAD_DIM], not yet divided by the sums in `stats`,
-// [rows, HEADS, splits].
-extern "C" __global__ void __launch_bounds__(FLASH_THREADS)
-flash(const Segment* segments, const Row* rows, const float* queries, Cache cache, float* partial, Softmax* stats) {
+// One split of a row; returns whether it has a page. partial: [rows, HEADS, splits, HEAD_DIM], not yet divided by the sums in
+// `stats`, [rows, HEADS, splits].
+__device__ __forceinline__ bool flash_split(const Row& row, u32 slot, u32 split, u32 splits, const float* queries, const Cache& cache,
+                                            float* partial, Softmax* stats) {
     extern __shared__ __align__(128) u8 shared[];
     u8* q_tile = shared;                                   // 16 x HEAD_DIM
     u8* stages = shared + 16 * HEAD_DIM * 2;               // FLASH_STAGES x (K, V)
     const u32 tid = threadIdx.x, warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
-    launch_dependents();
-    const Row row = rows[blockIdx.z];
-    const u32 kv_head = blockIdx.y, split = blockIdx.x, splits = gridDim.x;
+    const u32 kv_head = blockIdx.y;
     u32 begin, end;
     page_range(row.position, split, splits, begin, end);
-    wait_for_inputs();
-    if (begin >= end) return;
-    const u32 slot = segments[row.segment].slot;
+    if (begin >= end) return false;
     auto fetch = [&](u32 page) {
         if (page < end) {
             u8* to = stages + page % FLASH_STAGES * (2 * PAGE_BYTES);
@@ -273,6 +269,20 @@ flash(const Segment* segments, const Row* rows, const float* queries, Cache cach
 #pragma unroll
         for (int w = 0; w < FLASH_WARPS; w++) value = fmaf(parts[(w * 8 + head) * HEAD_DIM + d], scales[w][head], value);
         partial[(((u64)blockIdx.z * HEADS + kv_head * RATIO + head) * splits + split) * HEAD_DIM + d] = value;
+    }
+    return true;
+}
+
+// Grid: (any, KV_HEADS, rows): blocks of x stride over the splits.
+extern "C" __global__ void __launch_bounds__(FLASH_THREADS)
+flash(const Segment* segments, const Row* rows, const float* queries, Cache cache, u32 splits, float* partial, Softmax* stats) {
+    launch_dependents();
+    const Row row = rows[blockIdx.z];
+    const u32 slot = segments[row.segment].slot;
+    wait_for_inputs();
+    for (u32 split = blockIdx.x; split < splits; split += gridDim.x) {
+        if (!flash_split(row, slot, split, splits, queries, cache, partial, stats)) return;
+        __syncthreads();  // shared memory is used again
     }
 }
 

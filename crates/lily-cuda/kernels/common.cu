@@ -239,6 +239,12 @@ __device__ __forceinline__ Fragment load_fragment(const u8* fragments, long long
     return f;
 }
 
+// The same of one row's tile in shared memory: this lane's token's.
+__device__ __forceinline__ Fragment load_staged(const u8* p, int lane) {
+    p += ((lane & 3) * 2 + ((lane >> 2) & 1)) * 16;
+    return Fragment{*(const uint4*)p, *(const uint4*)(p + 128)};
+}
+
 // --- inputs become fragments ---
 
 // How an input is read.

@@ -17,7 +17,7 @@ use crate::kernels::Kernels;
 use crate::state::{PAGE, Sequence, State};
 use crate::step::{self, Layout, MAX_SEGMENTS, NONE, Plan};
 use crate::weights::{DeviceWeights, Random};
-use crate::{LoadError, check_shapes, decode, export};
+use crate::{LoadError, check_shapes, cluster, decode, export};
 
 /// Steps that may be enqueued before the oldest is waited for.
 const IN_FLIGHT: usize = 2;
@@ -131,6 +131,7 @@ impl CudaBackend {
         let group_sizes = GroupSizes::new(&config);
         let dynamic = sizes.shared().into_iter().chain(group_sizes.shared());
         shared.extend(dynamic.filter(|(_, bytes)| *bytes + (40 << 10) <= context.shared_memory));
+        shared.extend(cluster::shared(&context));
         let kernels = Kernels::load(&context, &config, options.cache.as_deref(), &shared)?;
         let weights = match source {
             Source::Checkpoint(weights) => DeviceWeights::upload(&context, &config, weights)?,
@@ -179,8 +180,10 @@ impl CudaBackend {
             if fast { "on" } else { "off" }
         );
         let grouped = options.fast_decode && group_sizes.fit(&context);
+        let clusters = if options.fast_decode { cluster::Clusters::new(&context, &kernels)? } else { None };
         let device = Device {
             grouped,
+            clusters,
             context,
             config,
             kernels,

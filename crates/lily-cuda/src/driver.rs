@@ -210,6 +210,35 @@ impl Context {
         check("cuLaunchKernelEx", result)
     }
 
+    /// Clusters of `size` blocks of a kernel that run on the device at a time.
+    pub fn most_clusters(&self, function: Function, shape: Shape, size: u32) -> Result<u32, DriverError> {
+        let mut attribute = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue {
+                clusterDim: sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: size, y: 1, z: 1 },
+            },
+        };
+        let [x, y, z] = shape.grid;
+        let config = sys::CUlaunchConfig {
+            gridDimX: x,
+            gridDimY: y,
+            gridDimZ: z,
+            blockDimX: shape.threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: shape.shared,
+            hStream: self.stream,
+            attrs: &mut attribute,
+            numAttrs: 1,
+        };
+        let mut n = 0;
+        // SAFETY: the out-pointer, the function and the configuration are valid.
+        let result = unsafe { sys::cuOccupancyMaxActiveClusters(&mut n, function.0, &config) };
+        check("cuOccupancyMaxActiveClusters", result)?;
+        Ok(n as u32)
+    }
+
     /// Fills with a byte, in the order of the stream.
     pub fn fill(&self, at: u64, byte: u8, bytes: usize) -> Result<(), DriverError> {
         // SAFETY: callers pass ranges of their buffers.

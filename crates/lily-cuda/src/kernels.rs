@@ -24,7 +24,7 @@ pub struct Source {
 pub const COMMON: [&str; 2] = [include_str!("../kernels/common.cu"), include_str!("../kernels/state.cu")];
 
 /// All files.
-pub const SOURCES: [Source; 9] = [
+pub const SOURCES: [Source; 10] = [
     Source {
         name: "embed.cu",
         text: include_str!("../kernels/embed.cu"),
@@ -62,6 +62,11 @@ pub const SOURCES: [Source; 9] = [
             "matmul_bf16x2_1x4",
             "matmul_bf16x2_4x4",
         ],
+    },
+    Source {
+        name: "cluster.cu",
+        text: include_str!("../kernels/cluster.cu"),
+        kernels: &["product_q4_8", "product_q4_32", "product_q8_8", "product_q8_32"],
     },
     Source { name: "gdn.cu", text: include_str!("../kernels/gdn.cu"), kernels: &["delta"] },
     Source {

@@ -2,9 +2,10 @@
 //! is loaded at run time, so the same program starts on machines without one.
 //!
 //! The rooms are those of every backend: `embed`, `gdn`, `attention`, `moe`, `head` are kernel files, `forward` has their
-//! order, `decode` the short way for one token, `state` the memory of sequences, `driver` the device.
+//! order, `cluster` its products on Hopper, `decode` the short way for one token, `state` the memory of sequences, `driver` the device.
 
 mod backend;
+pub mod cluster;
 pub mod compile;
 pub mod decode;
 pub mod driver;
