@@ -1,6 +1,6 @@
 //! Speed of decoding and reading on a synthetic model of the real shape, made in device memory.
 //!
-//! `bench [--batch 1,8,32] [--at 16,4096,32768] [--steps 200] [--prefill] [--profile] [--omit] [--general] [--no-graphs]`
+//! `bench [--batch 1,8,32] [--at 16,4096,32768] [--steps 200] [--prefill] [--profile] [--omit] [--only KERNELS] [--general] [--no-graphs]`
 //!
 //! `--prefill` also prints the speed of reading; `--profile` times every kernel alone, `--omit` steps without one kernel and
 //! of it alone; `--general` decodes with the kernels for any number of tokens.
@@ -25,6 +25,7 @@ struct Arguments {
     slow: bool,
     graphs: bool,
     omit: bool,
+    only: Option<String>,
 }
 
 fn arguments() -> Result<Arguments> {
@@ -37,6 +38,7 @@ fn arguments() -> Result<Arguments> {
         slow: false,
         graphs: true,
         omit: false,
+        only: None,
     };
     let mut words = std::env::args().skip(1);
     while let Some(word) = words.next() {
@@ -52,6 +54,7 @@ fn arguments() -> Result<Arguments> {
             "--general" => a.slow = true,
             "--no-graphs" => a.graphs = false,
             "--omit" => a.omit = true,
+            "--only" => a.only = Some(value()?),
             other => return Err(format!("unknown argument {other}").into()),
         }
     }
@@ -79,6 +82,9 @@ fn main() -> Result<()> {
         began.elapsed().as_secs_f32(),
         backend.decodes_fast()
     );
+    if let Some(kernels) = &a.only {
+        return only(&mut backend, kernels, &a);
+    }
     for &batch in &a.batch {
         for &at in &a.at {
             decode(&mut backend, batch, at, &a)?;
@@ -93,7 +99,7 @@ fn main() -> Result<()> {
 /// Kernels of a step of one token, and of several.
 const ONE: [&str; 13] = [
     "project_q4",
-    "delta",
+    "delta_1",
     "out_gdn_q4",
     "append",
     "flash",
@@ -110,7 +116,7 @@ const SEVERAL: [&str; 13] = [
     "product_q4_8",
     "product_q4_32",
     "product_q8_8",
-    "delta",
+    "delta_4",
     "append",
     "flash",
     "combine",
@@ -121,6 +127,22 @@ const SEVERAL: [&str; 13] = [
     "finish",
     "embed_q4",
 ];
+
+/// A step of nothing but some kernels.
+fn only(backend: &mut CudaBackend, kernels: &str, a: &Arguments) -> Result<()> {
+    for &batch in &a.batch {
+        let all = if batch == 1 { &ONE } else { &SEVERAL };
+        let others: Vec<&str> = all.iter().copied().filter(|k| !kernels.split(',').any(|w| w == *k)).collect();
+        backend.omit(&[]);
+        if let Err(e) = decode(backend, batch, 16, a) {
+            println!("  {e}");
+        }
+        backend.omit(&others);
+        print!("only {kernels}: ");
+        decode(backend, batch, 16, a)?;
+    }
+    Ok(())
+}
 
 /// What each decode kernel costs inside a step: the time of a step without it, and of it without all others.
 fn omit(backend: &mut CudaBackend, a: &Arguments) -> Result<()> {
@@ -146,10 +168,18 @@ fn ids(n: u32, vocab: u32, salt: u32) -> Vec<u32> {
 
 /// Feeds prompts, then decodes greedily with two steps in flight.
 fn decode(backend: &mut CudaBackend, batch: usize, at: u32, a: &Arguments) -> Result<()> {
-    let vocab = backend.limits().vocab_size;
     let seqs = (0..batch)
         .map(|_| backend.create(at + a.steps + 64))
         .collect::<std::result::Result<Vec<SeqId>, _>>()?;
+    let result = decode_sequences(backend, &seqs, at, a);
+    for seq in seqs {
+        backend.free(seq)?;
+    }
+    result
+}
+
+fn decode_sequences(backend: &mut CudaBackend, seqs: &[SeqId], at: u32, a: &Arguments) -> Result<()> {
+    let (vocab, batch) = (backend.limits().vocab_size, seqs.len());
     let greedy = Want::Sample(SampleParams::greedy().into());
     let began = Instant::now();
     for (i, seq) in seqs.iter().enumerate() {
@@ -201,11 +231,11 @@ fn decode(backend: &mut CudaBackend, batch: usize, at: u32, a: &Arguments) -> Re
         1e6 * batch as f64 / median,
         distinct.len()
     );
+    let mut counts = [0; 8];
+    backend.device().buffers.counts.read(0, &mut counts)?;
+    println!("  pieces of experts' work in the last layer: {counts:?}");
     if a.profile {
         profile(backend, batch, |backend, i| step(backend, a.steps + i))?;
-    }
-    for seq in seqs {
-        backend.free(seq)?;
     }
     Ok(())
 }

@@ -1,17 +1,22 @@
 // Experts for several tokens, from 4-bit weights: what `gate_up` and `down` of moe.cu compute. Strips of weights are dealt to
-// blocks evenly and in order; a warp of its own brings a block's strips through a ring in shared memory, the others multiply.
-// Needs compute capability 9.0.
+// blocks evenly and in order. Of a block's warps one brings strips through a ring in shared memory, eight multiply, and one
+// adds up what they got, so that the others need not wait for it. Needs compute capability 9.0.
 
 extern __shared__ __align__(128) u8 shared[];
 
 #define RING 5           // strips in shared memory
-#define GATE_UP_ROUND 4  // strips between two reductions
 #define DOWN_GROUP 4     // row blocks of a strip of `down`
-#define GROUP_THREADS (THREADS + 32)
+#define PARTS 8          // row blocks whose eight warps' sums are in shared memory
+#define BRINGER WARPS    // the warps behind those that multiply
+#define ADDER (WARPS + 1)
+#define GROUP_THREADS (THREADS + 64)
 #define DOWN_STRIPS ((HIDDEN_BLOCKS + DOWN_GROUP - 1) / DOWN_GROUP)
+
+#define PART (TILE_ROWS * 4)  // sums of a row block: [row][pair]
 
 struct Ring {
     u64 full[RING], empty[RING];
+    u64 added[PARTS], summed[PARTS];  // of parts: free again, and there
 };
 
 // One of the pieces of work, and which of its strips.
@@ -48,6 +53,10 @@ __device__ __forceinline__ void init_ring(Ring& ring) {
             barrier_init(&ring.full[i], 1);
             barrier_init(&ring.empty[i], WARPS);
         }
+        for (u32 i = 0; i < PARTS; i++) {
+            barrier_init(&ring.added[i], 1);
+            barrier_init(&ring.summed[i], WARPS);
+        }
         barrier_fence();
     }
     __syncthreads();
@@ -70,16 +79,11 @@ __device__ __forceinline__ void bring(Ring& ring, const D& deal, const Work* wor
     }
 }
 
-// All warps that multiply.
-__device__ __forceinline__ void sync_group() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
-
 // Up to four pairs of an expert as one lane sees them: one is its column of B, another its column of the result.
-template <u32 MOST> struct Inputs {
-    u32 column, token;  // pairs
+struct Pairs {
+    u32 column, token;
     bool has_column, has_token;
-    Fragment f[MOST];
-    float sum[MOST];
-    __device__ __forceinline__ Inputs(const Work& w, const u32* pairs, int lane) {
+    __device__ __forceinline__ Pairs(const Work& w, const u32* pairs, int lane) {
         has_column = (lane >> 3) < w.count;
         has_token = (lane & 3) < w.count;
         column = has_column ? __ldcg(pairs + w.first + (lane >> 3)) : 0;
@@ -87,18 +91,28 @@ template <u32 MOST> struct Inputs {
     }
 };
 
-// A warp's part of one row block's products: sums[row * 4 + pair].
+// A warp's share of their inputs.
+template <u32 MOST> struct Inputs {
+    Fragment f[MOST];
+    float sum[MOST];
+};
+
+// A warp's part of one row block's products.
 template <u32 MOST>
-__device__ __forceinline__ void multiply_strip(const u8* tiles, u32 count, const Inputs<MOST>& in, int lane, float* sums) {
+__device__ __forceinline__ void multiply_strip(const u8* tiles, u32 count, const Inputs<MOST>& in, int lane, float* part) {
     float total[2] = {0, 0};
 #pragma unroll
     for (u32 k = 0; k < MOST; k++)
         if (k < count) multiply_at<Q4>(tiles + k * tile_bytes<Q4>(), lane, in.f[k], in.sum[k], total);
-    sums[lane] = total[0];
-    sums[lane + 32] = total[1];
+    part[lane] = total[0];
+    part[lane + 32] = total[1];
 }
 
-#define PART (TILE_ROWS * 4)
+// Says that a warp is through with a barrier's thing.
+__device__ __forceinline__ void warp_arrive(u64* bar, int lane) {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(bar);
+}
 
 // SiLU(gate x) * (up x) of every pair as fragments: middle, [pairs, MIDDLE_TILES], with the sum of every eight values in
 // `middle_sums`, [pairs, MIDDLE / 8]. A strip is one row block.
@@ -107,13 +121,13 @@ gate_up_group_q4(const u8* experts, const u8* shared_expert, const Work* work, c
                  const u8* fragments, const float* sums, const float* scale, u8* middle, float* middle_sums) {
     constexpr u32 MOST = Share<HIDDEN_TILES>::MOST, STRIP = HIDDEN_TILES * tile_bytes<Q4>();
     __shared__ Ring ring;
-    __shared__ float partial[2][GATE_UP_ROUND][WARPS][PART];
+    __shared__ float parts[PARTS][WARPS][PART];
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     init_ring(ring);
     wait_for_inputs();
     launch_dependents();  // not before: `down_group_q4` reads the list of work ahead of its wait
     const Deal<GATE_UP_BLOCKS, SHARED_BLOCKS> deal(counts);
-    if (warp == WARPS) {
+    if (warp == BRINGER) {
         if (lane == 0)
             bring(ring, deal, work, STRIP, [](u32, u32) { return STRIP; }, [&](u32 expert, u32 index) {
                 return (expert == EXPERTS ? shared_expert : experts + (u64)expert * GATE_UP_BLOCKS * STRIP) + (u64)index * STRIP;
@@ -121,38 +135,26 @@ gate_up_group_q4(const u8* experts, const u8* shared_expert, const Work* work, c
         return;
     }
     const Share<HIDDEN_TILES> mine(warp);
-    u32 k = 0, buffer = 0;
+    u32 k = 0;  // strips so far
     for (u32 i = deal.begin; i < deal.end;) {
         const Strip s = deal.at(i);
         const u32 until = min(deal.end, i + s.left), first = i - s.index;
-        Inputs<MOST> in(read_work(work, s.piece), pairs, lane);
-#pragma unroll
-        for (u32 t = 0; t < MOST; t++) {
-            in.f[t] = load_fragment(fragments, in.has_column && t < mine.count ? (long long)(in.column / SLOTS) : -1, HIDDEN_TILES,
-                                    mine.first + t, lane);
-            in.sum[t] = in.has_token && t < mine.count ? __ldcg(sums + (u64)(in.token / SLOTS) * HIDDEN_TILES + mine.first + t) : 0.0f;
-        }
-        const float row_scale = in.has_column ? __ldcg(scale + in.column / SLOTS) : 0.0f;
-        while (i < until) {
-            const u32 n = min((u32)GATE_UP_ROUND, until - i);
+        const Pairs of(read_work(work, s.piece), pairs, lane);
+        if (warp == ADDER) {
+            const float row_scale = of.has_column ? __ldcg(scale + of.column / SLOTS) : 0.0f;
 #pragma unroll 1
-            for (u32 u = 0; u < n; u++, k++) {
-                barrier_wait(&ring.full[k % RING], k / RING & 1);
-                multiply_strip<MOST>(shared + k % RING * STRIP + mine.first * tile_bytes<Q4>(), mine.count, in, lane, partial[buffer][u][warp]);
-                __syncwarp();
-                if (lane == 0) barrier_arrive(&ring.empty[k % RING]);
-            }
-            sync_group();
-            if (warp < n) {
-                // A warp a strip, eight lanes a pair: its eight values become a word of a fragment.
-                const u32 r = lane % 8, block = i - first + warp;
-                const float* p = partial[buffer][warp][0] + r * 4 + lane / 8;
+            for (; i < until; i++, k++) {
+                barrier_wait(&ring.summed[k % PARTS], k / PARTS & 1);
+                // Eight lanes a pair: its eight values become a word of a fragment.
+                const u32 r = lane % 8, block = i - first;
+                const float* p = parts[k % PARTS][0] + r * 4 + lane / 8;
                 float gate = 0, up = 0;
 #pragma unroll
                 for (int w = 0; w < WARPS; w++) {
                     gate += p[w * PART];
                     up += p[w * PART + 32];
                 }
+                warp_arrive(&ring.added[k % PARTS], lane);
                 const float v = swiglu(gate, up, row_scale), v4 = __shfl_xor_sync(FULL, v, 4);
                 // As `split8` and `split_place` do it, a pair (r, r + 4) in each of four lanes.
                 const u32 hi = pack_bf16(v, v4);
@@ -162,15 +164,32 @@ gate_up_group_q4(const u8* experts, const u8* shared_expert, const Work* work, c
                 float sum = 0;
 #pragma unroll
                 for (int j = 0; j < 4; j++) sum += __shfl_sync(FULL, both, (lane & 24) + j);
-                if (in.has_column && r < 4) {
-                    u8* to = middle + ((u64)in.column * MIDDLE_TILES + block / 8) * FRAGMENT_BYTES + (block & 1) * 128 + (block % 8 / 2) * 32;
+                if (of.has_column && r < 4) {
+                    u8* to = middle + ((u64)of.column * MIDDLE_TILES + block / 8) * FRAGMENT_BYTES + (block & 1) * 128 + (block % 8 / 2) * 32;
                     *(u32*)(to + r * 4) = hi;
                     *(u32*)(to + 16 + r * 4) = lo;
-                    if (r == 0) middle_sums[(u64)in.column * (MIDDLE_TILES * 8) + block] = sum;
+                    if (r == 0) middle_sums[(u64)of.column * (MIDDLE_TILES * 8) + block] = sum;
                 }
             }
-            buffer ^= 1;
-            i += n;
+            continue;
+        }
+        Inputs<MOST> in;
+#pragma unroll
+        for (u32 t = 0; t < MOST; t++) {
+            in.f[t] = load_fragment(fragments, of.has_column && t < mine.count ? (long long)(of.column / SLOTS) : -1, HIDDEN_TILES,
+                                    mine.first + t, lane);
+            in.sum[t] = of.has_token && t < mine.count ? __ldcg(sums + (u64)(of.token / SLOTS) * HIDDEN_TILES + mine.first + t) : 0.0f;
+        }
+#pragma unroll 1
+        for (; i < until; i++, k++) {
+            if (k >= PARTS) barrier_wait(&ring.added[k % PARTS], (k / PARTS - 1) & 1);
+            barrier_wait(&ring.full[k % RING], k / RING & 1);
+            multiply_strip<MOST>(shared + k % RING * STRIP + mine.first * tile_bytes<Q4>(), mine.count, in, lane, parts[k % PARTS][warp]);
+            __syncwarp();
+            if (lane == 0) {
+                barrier_arrive(&ring.empty[k % RING]);
+                barrier_arrive(&ring.summed[k % PARTS]);
+            }
         }
     }
 }
@@ -181,7 +200,8 @@ down_group_q4(const u8* experts, const u8* shared_expert, const Work* work, cons
               const u8* middle, const float* middle_sums, float* expanded) {
     constexpr u32 MOST = Share<MIDDLE_TILES>::MOST, STAGE = DOWN_GROUP * MIDDLE_TILES * tile_bytes<Q4>();
     __shared__ Ring ring;
-    __shared__ float partial[2][DOWN_GROUP][WARPS][PART];
+    constexpr u32 SLOTS_OF_PARTS = PARTS / DOWN_GROUP;
+    __shared__ __align__(16) float parts[SLOTS_OF_PARTS][DOWN_GROUP][WARPS][PART];
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     launch_dependents();
     init_ring(ring);
@@ -189,7 +209,7 @@ down_group_q4(const u8* experts, const u8* shared_expert, const Work* work, cons
     const Deal<DOWN_STRIPS, DOWN_STRIPS> deal(counts);
     auto row_blocks = [](u32 index) { return min((u32)DOWN_GROUP, HIDDEN_BLOCKS - index * DOWN_GROUP); };
     auto row_block_bytes = [](u32 expert) { return (expert == EXPERTS ? SHARED_TILES : EXPERT_TILES) * tile_bytes<Q4>(); };
-    if (warp == WARPS) {
+    if (warp == BRINGER) {
         if (lane == 0)
             bring(ring, deal, work, STAGE, [&](u32 expert, u32 index) { return row_blocks(index) * row_block_bytes(expert); },
                   [&](u32 expert, u32 index) {
@@ -199,45 +219,69 @@ down_group_q4(const u8* experts, const u8* shared_expert, const Work* work, cons
         return;
     }
     wait_for_inputs();
-    u32 k = 0, buffer = 0;
+    u32 k = 0;
     for (u32 i = deal.begin; i < deal.end;) {
         const Strip s = deal.at(i);
         const u32 until = min(deal.end, i + s.left), first = i - s.index;
         const Work w = read_work(work, s.piece);
+        const Pairs of(w, pairs, lane);
+        if (warp == ADDER) {
+            float* to[4];
+#pragma unroll
+            for (int t = 0; t < 4; t++) to[t] = t < w.count ? expanded + (u64)__shfl_sync(FULL, of.column, t * 8) * HIDDEN : nullptr;
+#pragma unroll 1
+            for (; i < until; i++, k++) {
+                const u32 slot = k % SLOTS_OF_PARTS, rows = row_blocks(i - first) * TILE_ROWS, row0 = (i - first) * (DOWN_GROUP * TILE_ROWS);
+                barrier_wait(&ring.summed[slot], k / SLOTS_OF_PARTS & 1);
+#pragma unroll
+                for (u32 row = lane; row < DOWN_GROUP * TILE_ROWS; row += 32) {
+                    const float4* p = (const float4*)parts[slot][row / TILE_ROWS][0] + row % TILE_ROWS;
+                    float v[4] = {0, 0, 0, 0};
+#pragma unroll
+                    for (int j = 0; j < WARPS; j++) {
+                        const float4 x = p[j * (PART / 4)];
+                        v[0] += x.x;
+                        v[1] += x.y;
+                        v[2] += x.z;
+                        v[3] += x.w;
+                    }
+                    if (row >= rows) continue;
+#pragma unroll
+                    for (int t = 0; t < 4; t++)
+                        if (to[t]) to[t][row0 + row] = v[t];
+                }
+                warp_arrive(&ring.added[slot], lane);
+            }
+            continue;
+        }
         const u32 k_tiles = w.expert == EXPERTS ? SHARED_TILES : EXPERT_TILES, bytes = row_block_bytes(w.expert);
         const u32 tile = first_tile(warp, k_tiles), count = first_tile(warp + 1, k_tiles) - tile;
-        Inputs<MOST> in(w, pairs, lane);
+        Inputs<MOST> in;
 #pragma unroll
         for (u32 t = 0; t < MOST; t++) {
-            in.f[t] = load_fragment(middle, in.has_column && t < count ? (long long)in.column : -1, MIDDLE_TILES, tile + t, lane);
+            in.f[t] = load_fragment(middle, of.has_column && t < count ? (long long)of.column : -1, MIDDLE_TILES, tile + t, lane);
             in.sum[t] = 0;
-            if (in.has_token && t < count) {
+            if (of.has_token && t < count) {
                 // In the order in which `split_place` adds the sums of eight values.
-                const float4* p = (const float4*)(middle_sums + ((u64)in.token * MIDDLE_TILES + tile + t) * 8);
+                const float4* p = (const float4*)(middle_sums + ((u64)of.token * MIDDLE_TILES + tile + t) * 8);
                 const float4 a = __ldcg(p), b = __ldcg(p + 1);
                 in.sum[t] = ((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w));
             }
         }
 #pragma unroll 1
         for (; i < until; i++, k++) {
-            const u32 units = row_blocks(i - first);
+            const u32 units = row_blocks(i - first), slot = k % SLOTS_OF_PARTS;
             const u8* strip = shared + k % RING * STAGE + tile * tile_bytes<Q4>();
+            if (k >= SLOTS_OF_PARTS) barrier_wait(&ring.added[slot], (k / SLOTS_OF_PARTS - 1) & 1);
             barrier_wait(&ring.full[k % RING], k / RING & 1);
 #pragma unroll
             for (u32 u = 0; u < DOWN_GROUP; u++)
-                if (u < units) multiply_strip<MOST>(strip + u * bytes, count, in, lane, partial[buffer][u][warp]);
+                if (u < units) multiply_strip<MOST>(strip + u * bytes, count, in, lane, parts[slot][u][warp]);
             __syncwarp();
-            if (lane == 0) barrier_arrive(&ring.empty[k % RING]);
-            sync_group();
-            const u32 row = threadIdx.x / 4;
-            if (row < units * TILE_ROWS && in.has_token) {
-                const float* p = partial[buffer][row / TILE_ROWS][0] + threadIdx.x % PART;
-                float v = 0;
-#pragma unroll
-                for (int j = 0; j < WARPS; j++) v += p[j * PART];
-                expanded[(u64)in.token * HIDDEN + (i - first) * (DOWN_GROUP * TILE_ROWS) + row] = v;
+            if (lane == 0) {
+                barrier_arrive(&ring.empty[k % RING]);
+                barrier_arrive(&ring.summed[slot]);
             }
-            buffer ^= 1;
         }
     }
 }

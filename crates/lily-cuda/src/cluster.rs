@@ -5,6 +5,8 @@ use crate::forward::{Device, Input, Product, THREADS};
 use crate::kernels::Kernels;
 use crate::pack::{Packing, TILE_ROWS};
 
+/// Warps of a block.
+const WARPS: u32 = THREADS / 32;
 /// Blocks of a cluster, as there.
 const CLUSTER: u32 = 8;
 /// Shared memory that the kernels declare themselves, at most.
@@ -62,7 +64,8 @@ impl Clusters {
         let share = k_tiles.div_ceil(CLUSTER);
         let slot = (share * tile).max(tokens * TILE_ROWS as u32 * 4);
         let inputs = tokens * share * (256 + 4);
-        let clusters = self.most.min(blocks);
+        // Few row blocks make few clusters, in which every warp has one.
+        let clusters = if blocks < 2 * self.most { blocks.div_ceil(WARPS) } else { self.most };
         let (own, fit) = (blocks.div_ceil(clusters), self.shared.checked_sub(inputs)? / slot);
         if own <= fit {
             return Some(Cut { clusters, per: own, rounds: 1, shared: own * slot + inputs });
@@ -142,8 +145,8 @@ mod tests {
 
     #[test]
     fn small_matrices_take_fewer_clusters_and_wide_ones_none() {
-        let router = H200.cut(3, 3, 1088, 8);
-        assert_eq!(router, Some(Cut { clusters: 3, per: 1, rounds: 1, shared: 1088 + 8 * 260 }));
+        let router = H200.cut(17, 32, 1088, 8);
+        assert_eq!(router, Some(Cut { clusters: 3, per: 6, rounds: 1, shared: 6 * 4352 + 8 * 4 * 260 }));
         assert_eq!(H200.cut(100, 4096, 1088, 32), None);
     }
 }

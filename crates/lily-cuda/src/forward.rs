@@ -343,8 +343,9 @@ impl Device {
         args.u64(segment_table).u64(b.projected.address()).u64(conv).u64(a_log).u64(dt_bias).u64(norm);
         args.u64(states).u64(s.sizes.recurrent as u64 / 4).u64(convs).u64(s.sizes.conv as u64 / 4);
         args.u64(b.mixed.address()).u64(b.squares.address());
-        let grid = [(g.value_width() / 32) as u32, segments, 1];
-        self.launch_with("delta", Shape { grid, threads: 128, shared: 0, overlap: true }, &mut args)
+        // Few sequences are spread over many blocks; for many, a block does once what its columns have in common.
+        let (name, columns) = if segments >= 4 && g.value_dim % 128 == 0 { ("delta_4", 128) } else { ("delta_1", 32) };
+        self.launch(name, [(g.value_width() / columns) as u32, segments, 1], &mut args)
     }
 
     /// From projections to gated attention, layer `index` of its kind.
@@ -447,7 +448,7 @@ impl Device {
         let (b, sizes) = (&self.buffers, GroupSizes::new(&self.config));
         let shape = |shared| Shape {
             grid: [GROUP_BLOCKS * self.context.multiprocessors, 1, 1],
-            threads: THREADS + 32,
+            threads: THREADS + 64,
             shared,
             overlap: true,
         };

@@ -68,7 +68,7 @@ pub const SOURCES: [Source; 10] = [
         text: include_str!("../kernels/cluster.cu"),
         kernels: &["product_q4_8", "product_q4_32", "product_q8_8", "product_q8_32"],
     },
-    Source { name: "gdn.cu", text: include_str!("../kernels/gdn.cu"), kernels: &["delta"] },
+    Source { name: "gdn.cu", text: include_str!("../kernels/gdn.cu"), kernels: &["delta_1", "delta_4"] },
     Source {
         name: "attention.cu",
         text: include_str!("../kernels/attention.cu"),
