@@ -57,7 +57,7 @@ __device__ __forceinline__ void copy_fence() {
 #endif
 }
 
-// Tiles [first, first + count) of the inputs of 4 NT tokens as fragments: [token][tile], zeros for tokens behind `tokens`. The
+// Tiles [first, first + count) of the inputs of 4 NT tokens as fragments: [tile][token], zeros for tokens behind `tokens`. The
 // sums of squares of the inputs go to squares[rank][token] of all blocks of the cluster.
 template <int NT>
 __device__ __forceinline__ void split_tokens(u32 mode, const float* x, u32 k_tiles, const float* factor, const float (&gains)[8],
@@ -84,14 +84,15 @@ __device__ __forceinline__ void split_tokens(u32 mode, const float* x, u32 k_til
         if (mode == NORMED && tile0 != first) load_factors<NORMED>(factor, p, gain);
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
-            const long long token = warp + r * WARPS, at = token * count - first;
+            const u32 token = warp + r * WARPS;
             float factors[8];
 #pragma unroll
             for (int i = 0; i < 8; i++) {
                 square[r] = fmaf(v[r][i], v[r][i], square[r]);
                 factors[i] = mode == NORMED ? gain[i] : scale[r];
             }
-            split_place(p, v[r], factors, lane, fragments + at * FRAGMENT_BYTES, sums + at);
+            const Place to{(p.tile - first) * (NT * 4) + token, p.col, p.active};
+            split_place(to, v[r], factors, lane, fragments, sums);
         }
     }
 #pragma unroll
@@ -105,18 +106,23 @@ __device__ __forceinline__ void split_tokens(u32 mode, const float* x, u32 k_til
 template <int FORM, int NT, int R>
 __device__ __forceinline__ void multiply_slots(u8* at, u32 slot, u32 count, const u8* fragments, const float* sums, int lane) {
     float total[R][NT][2] = {};
-#pragma unroll 1
+    const u8* tile = at;
+    const u8* f = fragments + (lane >> 3) * FRAGMENT_BYTES;
+    const float* sum = sums + (lane & 3);
+#pragma unroll 2
     for (u32 k = 0; k < count; k++) {
         Tile<FORM> a[R];
 #pragma unroll
-        for (int r = 0; r < R; r++) a[r] = load_tile<FORM>(at + r * slot + k * tile_bytes<FORM>(), lane);
+        for (int r = 0; r < R; r++) a[r] = load_tile<FORM>(tile + r * slot, lane);
 #pragma unroll
         for (int n = 0; n < NT; n++) {
-            const Fragment f = load_staged(fragments + ((n * 4 + (lane >> 3)) * count + k) * FRAGMENT_BYTES, lane);
-            const float sum = sums[(n * 4 + (lane & 3)) * count + k];
+            const Fragment x = load_staged(f + n * 4 * FRAGMENT_BYTES, lane);
 #pragma unroll
-            for (int r = 0; r < R; r++) multiply<FORM>(a[r], f, sum, total[r][n]);
+            for (int r = 0; r < R; r++) multiply<FORM>(a[r], x, sum[n * 4], total[r][n]);
         }
+        tile += tile_bytes<FORM>();
+        f += NT * 4 * FRAGMENT_BYTES;
+        sum += NT * 4;
     }
     __syncwarp();
 #pragma unroll
@@ -147,6 +153,7 @@ struct Product {
 
 // Grid: (CLUSTER * clusters, groups of 4 NT tokens). Row blocks are dealt to clusters evenly and in order.
 template <int FORM, int NT> __device__ __forceinline__ void product(const Matrix& w, const Product& o) {
+#if __CUDA_ARCH__ >= 900
     constexpr u32 T = NT * 4;
     __shared__ float squares[CLUSTER][T], scales[T];
     __shared__ u64 full[2];
@@ -188,12 +195,13 @@ template <int FORM, int NT> __device__ __forceinline__ void product(const Matrix
     __syncthreads();
     if (o.fragments) {
         // Tokens are dealt to the clusters, which all have the same.
-        const u32 words = count * (FRAGMENT_BYTES / 16);
-        for (u32 i = tid; i < tokens * words; i += THREADS) {
-            const u64 token = i / words, word = i % words;
-            if (token % clusters != cluster) continue;
-            ((uint4*)(o.fragments + ((token0 + token) * w.k_tiles + first) * FRAGMENT_BYTES))[word] = ((const uint4*)fragments)[i];
-            if (word < count) o.sums[(token0 + token) * w.k_tiles + first + word] = sums[token * count + word];
+        constexpr u32 WORDS = FRAGMENT_BYTES / 16;
+        for (u32 i = tid; i < count * T * WORDS; i += THREADS) {
+            const u32 word = i % WORDS, token = i / WORDS % T, tile = i / WORDS / T;
+            if (token % clusters != cluster || token >= tokens) continue;
+            const u64 to = (u64)(token0 + token) * w.k_tiles + first + tile;
+            ((uint4*)(o.fragments + to * FRAGMENT_BYTES))[word] = ((const uint4*)fragments)[i];
+            if (word == 0) o.sums[to] = sums[tile * T + token];
         }
     }
     for (u32 round = 0; round * o.per < all; round++) {
@@ -259,6 +267,7 @@ template <int FORM, int NT> __device__ __forceinline__ void product(const Matrix
     }
     // Blocks may still read the sums of this one.
     if (warp > 0) cluster_wait();
+#endif
 }
 
 #define PRODUCT(name, form, nt)                                                                                    \

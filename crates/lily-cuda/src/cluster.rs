@@ -1,12 +1,12 @@
 //! Products of several tokens by clusters of blocks: how they are cut into what `kernels/cluster.cu` takes.
 
 use crate::driver::{Args, Buffer, Context, DriverError, Shape};
-use crate::forward::{Device, Input, Product, THREADS};
+use crate::forward::{Device, Input, Product};
 use crate::kernels::Kernels;
 use crate::pack::{Packing, TILE_ROWS};
 
-/// Warps of a block.
-const WARPS: u32 = THREADS / 32;
+/// Warps of a block, as there.
+const WARPS: u32 = 8;
 /// Blocks of a cluster, as there.
 const CLUSTER: u32 = 8;
 /// Shared memory that the kernels declare themselves, at most.
@@ -52,7 +52,7 @@ impl Clusters {
             return Ok(None);
         }
         let shared = context.shared_memory - DECLARED;
-        let shape = Shape { grid: [CLUSTER, 1, 1], threads: THREADS, shared, overlap: false };
+        let shape = Shape { grid: [CLUSTER, 1, 1], threads: WARPS * 32, shared, overlap: false };
         let most = context.most_clusters(kernels.get("product_q4_32")?, shape, CLUSTER)?;
         tracing::debug!("{most} clusters of {CLUSTER} blocks run at a time");
         Ok((most > 0).then_some(Self { most, shared }))
@@ -118,7 +118,7 @@ impl Device {
         let grid = [CLUSTER * cut.clusters, p.rows.div_ceil(tokens), 1];
         self.launch_with(
             name,
-            Shape { grid, threads: THREADS, shared: cut.shared, overlap: true },
+            Shape { grid, threads: WARPS * 32, shared: cut.shared, overlap: true },
             &mut args,
         )?;
         Ok(true)
