@@ -43,13 +43,6 @@ __device__ __forceinline__ void store_peer(u32 address, float x) {
     asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
 #endif
 }
-__device__ __forceinline__ float4 load_peer(u32 address) {
-    float4 v = make_float4(0, 0, 0, 0);
-#if __CUDA_ARCH__ >= 900
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address) : "memory");
-#endif
-    return v;
-}
 // Between reads and writes of shared memory by threads and a bulk copy to the same place.
 __device__ __forceinline__ void copy_fence() {
 #if __CUDA_ARCH__ >= 900
@@ -102,10 +95,10 @@ __device__ __forceinline__ void split_tokens(u32 mode, const float* x, u32 k_til
     }
 }
 
-// Sums of R row blocks, whose tiles lie in the slots `at`, for all tokens; the sums, [token][row], replace the tiles.
+// total += the products of R row blocks, whose tiles lie in the slots from `at` on, with all tokens.
 template <int FORM, int NT, int R>
-__device__ __forceinline__ void multiply_slots(u8* at, u32 slot, u32 count, const u8* fragments, const float* sums, int lane) {
-    float total[R][NT][2] = {};
+__device__ __forceinline__ void multiply_slots(const u8* at, u32 slot, u32 count, const u8* fragments, const float* sums, int lane,
+                                               float (&total)[R][NT][2]) {
     const u8* tile = at;
     const u8* f = fragments + (lane >> 3) * FRAGMENT_BYTES;
     const float* sum = sums + (lane & 3);
@@ -124,15 +117,16 @@ __device__ __forceinline__ void multiply_slots(u8* at, u32 slot, u32 count, cons
         f += NT * 4 * FRAGMENT_BYTES;
         sum += NT * 4;
     }
-    __syncwarp();
+}
+
+// Sends a row block's sums to the block that adds them up: `to`, [token][row] there.
+template <int NT> __device__ __forceinline__ void send_sums(u32 to, int lane, const float (&total)[NT][2]) {
+    to += ((lane & 3) * TILE_ROWS + (lane >> 2)) * 4;
 #pragma unroll
-    for (int r = 0; r < R; r++)
-#pragma unroll
-        for (int n = 0; n < NT; n++) {
-            float* p = (float*)(at + r * slot) + (n * 4 + (lane & 3)) * TILE_ROWS + (lane >> 2);
-            p[0] = total[r][n][0];
-            p[8] = total[r][n][1];
-        }
+    for (int n = 0; n < NT; n++) {
+        store_peer(to + n * 4 * TILE_ROWS * 4, total[n][0]);
+        store_peer(to + n * 4 * TILE_ROWS * 4 + 32, total[n][1]);
+    }
 }
 
 // What a product is, beside its weights.
@@ -148,7 +142,7 @@ struct Product {
     u32 stride;
     u32 add;              // 1: to what is there
     u32 per;              // row blocks in shared memory at a time
-    u32 rounds;           // most of a cluster; two of them are in shared memory at a time
+    u32 rounds;           // most of a cluster; weights of two are in shared memory at a time, and sums of two where there are more
 };
 
 // Grid: (CLUSTER * clusters, groups of 4 NT tokens). Row blocks are dealt to clusters evenly and in order.
@@ -160,9 +154,13 @@ template <int FORM, int NT> __device__ __forceinline__ void product(const Matrix
     const u32 tid = threadIdx.x, warp = tid / 32, lane = tid % 32, rank = cluster_rank();
     const u32 cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER, token0 = blockIdx.y * T, tokens = min(T, o.tokens - token0);
     const u32 first = first_tile(rank, w.k_tiles), count = first_tile(rank + 1, w.k_tiles) - first, most = (w.k_tiles + CLUSTER - 1) / CLUSTER;
-    const u32 slot = max(most * tile_bytes<FORM>(), T * TILE_ROWS * 4), bytes = count * tile_bytes<FORM>();
+    const u32 slot = most * tile_bytes<FORM>(), bytes = count * tile_bytes<FORM>();
     const u32 blocks = (w.rows + TILE_ROWS - 1) / TILE_ROWS, begin = cluster * blocks / clusters, all = (cluster + 1) * blocks / clusters - begin;
-    u8* fragments = shared + min(o.rounds, 2u) * o.per * slot;
+    // Sums arrive in [rank][row block][token][row]; of row block i those of all ranks go to rank i % CLUSTER.
+    constexpr u32 SUMS_BYTES = T * TILE_ROWS * 4;
+    const u32 from_rank = (o.per + CLUSTER - 1) / CLUSTER * SUMS_BYTES;
+    u8* inboxes = shared + min(o.rounds, 2u) * o.per * slot;
+    u8* fragments = inboxes + (o.rounds > 2 ? 2 : 1) * CLUSTER * from_rank;
     float* sums = (float*)(fragments + T * most * FRAGMENT_BYTES);
     auto fetch = [&](u32 round) {  // by one warp
         if (round * o.per >= all) return;
@@ -206,16 +204,37 @@ template <int FORM, int NT> __device__ __forceinline__ void product(const Matrix
     }
     for (u32 round = 0; round * o.per < all; round++) {
         const u32 from = round * o.per, n = min(o.per, all - from), end = (warp + 1) * n / WARPS;
-        u8* slots = shared + (round & 1) * o.per * slot;
+        const u8* slots = shared + (round & 1) * o.per * slot;
+        u8* inbox = inboxes + (o.rounds > 2 ? round & 1 : 0) * CLUSTER * from_rank;
+        // Where there is one inbox, its last sums must have been added up everywhere.
+        bool may_send = o.rounds != 2 || round == 0;
+        auto send = [&](u32 i, const float (&total)[NT][2]) {
+            if (!may_send) cluster_wait();
+            may_send = true;
+            send_sums<NT>(peer_address(shared_address(inbox + rank * from_rank + i / CLUSTER * SUMS_BYTES), i % CLUSTER), lane, total);
+        };
         barrier_wait(&full[round & 1], round / 2 & 1);
+#pragma unroll 1
         for (u32 i = warp * n / WARPS; i < end; i += 2) {
-            if (i + 1 < end) multiply_slots<FORM, NT, 2>(slots + i * slot, slot, count, fragments, sums, lane);
-            else multiply_slots<FORM, NT, 1>(slots + i * slot, slot, count, fragments, sums, lane);
+            if (i + 1 < end) {
+                float total[2][NT][2] = {};
+                multiply_slots<FORM, NT, 2>(slots + i * slot, slot, count, fragments, sums, lane, total);
+                send(i, total[0]);
+                send(i + 1, total[1]);
+            } else {
+                float total[1][NT][2] = {};
+                multiply_slots<FORM, NT, 1>(slots + i * slot, slot, count, fragments, sums, lane, total);
+                send(i, total[0]);
+            }
         }
         __syncwarp();
-        if (round > 0 && warp > 0) cluster_wait();
+        if (!may_send) cluster_wait();
         cluster_arrive();
         cluster_wait();
+        if (warp == 0) {
+            copy_fence();
+            fetch(round + 2);
+        }
         if (round == 0) {
             if (tid < T) {
                 float sum = 0;
@@ -226,21 +245,19 @@ template <int FORM, int NT> __device__ __forceinline__ void product(const Matrix
             }
             __syncthreads();
         }
-        // Four rows a thread, an eighth of all in each block.
-        const u32 quad0 = rank * n / 2, quads = (rank + 1) * n / 2 - quad0;
-        for (u32 i = tid; i < quads * tokens; i += THREADS) {
-            const u32 token = i / quads, quad = quad0 + i % quads, row = (begin + from) * TILE_ROWS + quad * 4;
-            const u32 address = shared_address(slots + quad / 4 * slot) + (token * TILE_ROWS + quad % 4 * 4) * 4;
-            float4 part[CLUSTER];
-#pragma unroll
-            for (int k = 0; k < CLUSTER; k++) part[k] = load_peer(peer_address(address, k));
+        // Four rows a thread.
+        const u32 own = (n + CLUSTER - 1 - rank) / CLUSTER;
+        for (u32 i = tid; i < own * T * 4; i += THREADS) {
+            const u32 quad = i % 4, token = i / 4 % T, row = (begin + from + i / 4 / T * CLUSTER + rank) * TILE_ROWS + quad * 4;
+            if (token >= tokens) continue;
             float v[4] = {0, 0, 0, 0};
 #pragma unroll
             for (int k = 0; k < CLUSTER; k++) {
-                v[0] += part[k].x;
-                v[1] += part[k].y;
-                v[2] += part[k].z;
-                v[3] += part[k].w;
+                const float4 part = *(const float4*)(inbox + k * from_rank + i * 16);
+                v[0] += part.x;
+                v[1] += part.y;
+                v[2] += part.z;
+                v[3] += part.w;
             }
             float* y = o.y + (u64)(token0 + token) * o.stride + row;
 #pragma unroll
@@ -257,16 +274,8 @@ template <int FORM, int NT> __device__ __forceinline__ void product(const Matrix
             }
         }
         __syncwarp();
-        // The sums were read: their place may get other weights. Only the warp that brings them waits for that now.
-        cluster_arrive();
-        if (warp == 0) {
-            cluster_wait();
-            copy_fence();
-            fetch(round + 2);
-        }
+        if (o.rounds == 2 && (round + 1) * o.per < all) cluster_arrive();
     }
-    // Blocks may still read the sums of this one.
-    if (warp > 0) cluster_wait();
 #endif
 }
 

@@ -4,7 +4,7 @@
 
 extern __shared__ __align__(128) u8 shared[];
 
-#define RING 5           // strips in shared memory
+#define RING 3           // strips in shared memory
 #define DOWN_GROUP 4     // row blocks of a strip of `down`
 #define PARTS 8          // row blocks whose eight warps' sums are in shared memory
 #define BRINGER WARPS    // the warps behind those that multiply

@@ -58,25 +58,24 @@ impl Clusters {
         Ok((most > 0).then_some(Self { most, shared }))
     }
 
-    /// Cuts a product of `blocks` row blocks of `k_tiles` tiles, for `tokens` tokens a cluster; `None` if not even two row
-    /// blocks fit into shared memory.
+    /// Cuts a product of `blocks` row blocks of `k_tiles` tiles, for `tokens` tokens a cluster; `None` if they don't fit into
+    /// shared memory one by one.
     fn cut(&self, blocks: u32, k_tiles: u32, tile: u32, tokens: u32) -> Option<Cut> {
         let share = k_tiles.div_ceil(CLUSTER);
-        let slot = (share * tile).max(tokens * TILE_ROWS as u32 * 4);
         let inputs = tokens * share * (256 + 4);
         // Few row blocks make few clusters, in which every warp has one.
         let clusters = if blocks < 2 * self.most { blocks.div_ceil(WARPS) } else { self.most };
-        let (own, fit) = (blocks.div_ceil(clusters), self.shared.checked_sub(inputs)? / slot);
-        if own <= fit {
-            return Some(Cut { clusters, per: own, rounds: 1, shared: own * slot + inputs });
-        }
-        let half = fit / 2;
-        if half == 0 {
-            return None;
-        }
-        let rounds = own.div_ceil(half);
-        let per = own.div_ceil(rounds);
-        Some(Cut { clusters, per, rounds, shared: 2 * per * slot + inputs })
+        let own = blocks.div_ceil(clusters);
+        // Weights of two rounds at a time; sums of two where there are more than two, so that nobody waits for their readers.
+        let shared = |per: u32, rounds: u32| {
+            let sums = per.next_multiple_of(CLUSTER) * tokens * TILE_ROWS as u32 * 4;
+            rounds.min(2) * per * share * tile + if rounds > 2 { 2 } else { 1 } * sums + inputs
+        };
+        let cut = |rounds: u32| {
+            let per = own.div_ceil(rounds);
+            Cut { clusters, per, rounds, shared: shared(per, rounds) }
+        };
+        (1..=own).map(cut).find(|cut| cut.shared <= self.shared)
     }
 }
 
@@ -132,21 +131,19 @@ mod tests {
     const H200: Clusters = Clusters { most: 16, shared: 225 << 10 };
 
     #[test]
-    fn the_real_projection_is_brought_at_once_and_the_head_in_halves() {
+    fn the_real_projection_is_brought_at_once_and_the_head_in_rounds() {
         let cut = |blocks, tokens| H200.cut(blocks, 32, 576, tokens);
-        assert_eq!(
-            cut(772, 8),
-            Some(Cut { clusters: 16, per: 49, rounds: 1, shared: 49 * 2304 + 8 * 4 * 260 })
-        );
-        let head = cut(15_520, 32).unwrap_or_else(|| unreachable!("it fits"));
-        assert_eq!((head.per, head.rounds), (41, 24));
-        assert!(head.shared <= H200.shared && head.per * head.rounds >= 970);
+        let projection = Cut { clusters: 16, per: 49, rounds: 1, shared: 49 * 2304 + 56 * 512 + 8 * 4 * 260 };
+        assert_eq!(cut(772, 8), Some(projection));
+        let rounds = |cut: Option<Cut>| cut.map(|c| (c.per, c.rounds));
+        assert_eq!(rounds(cut(772, 32)), Some((25, 2)));
+        assert_eq!(rounds(cut(15_520, 32)), Some((21, 47)));
     }
 
     #[test]
     fn small_matrices_take_fewer_clusters_and_wide_ones_none() {
         let router = H200.cut(17, 32, 1088, 8);
-        assert_eq!(router, Some(Cut { clusters: 3, per: 6, rounds: 1, shared: 6 * 4352 + 8 * 4 * 260 }));
-        assert_eq!(H200.cut(100, 4096, 1088, 32), None);
+        assert_eq!(router, Some(Cut { clusters: 3, per: 6, rounds: 1, shared: 6 * 4352 + 8 * 512 + 8 * 4 * 260 }));
+        assert_eq!(H200.cut(100, 8192, 1088, 32), None);
     }
 }

@@ -509,7 +509,7 @@ impl Device {
 /// Blocks of the group kernels on a multiprocessor.
 const GROUP_BLOCKS: u32 = 2;
 /// Strips of weights that a block of the group kernels has in shared memory, as in `kernels/group.cu`.
-const RING: u32 = 5;
+const RING: u32 = 3;
 /// Row blocks of a strip of `down_group_q4`, as there.
 const DOWN_GROUP: u32 = 4;
 
