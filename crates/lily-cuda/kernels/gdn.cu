@@ -6,7 +6,6 @@
 #define CHANNELS (2 * KEY_HEADS * DK + VALUE_HEADS * DV)
 #define PROJECTED (CHANNELS + VALUE_HEADS * DV + 2 * VALUE_HEADS)  // q k v | z | b | a
 #define PAST (TAPS - 1)
-#define L2_EPS 1e-6f
 #define KEY_WARPS 4  // warps that have channels of q and k, the others have those of v
 #define KEY_THREADS (KEY_WARPS * 32)
 #define PER_THREAD ((DK + KEY_THREADS - 1) / KEY_THREADS)
@@ -183,8 +182,7 @@ __device__ __forceinline__ void delta(const Segment* segments, const float* proj
         float n[3];
 #pragma unroll
         for (int i = 0; i < 3; i++) n[i] = (sums[buffer][i][0] + sums[buffer][i][1]) + (sums[buffer][i][2] + sums[buffer][i][3]);
-        const float q_scale = rsqrtf(n[0] + L2_EPS) * rsqrtf((float)DK), k_scale = rsqrtf(n[1] + L2_EPS);
-        const float sp = a + bias, alpha = expf(rate * (fmaxf(sp, 0.0f) + log1pf(expf(-fabsf(sp))))), beta = sigmoid(b);
+        const Gates g = delta_gates(n[0], n[1], n[2], a, b, rate, bias);
         // S^T k and S^T q of the state before its decay.
         float sk[C], sq[C];
 #pragma unroll
@@ -207,16 +205,13 @@ __device__ __forceinline__ void delta(const Segment* segments, const float* proj
         read_some<C>(&values[buffer][lane * C], v);
 #pragma unroll
         for (int c = 0; c < C; c++) {
-            // Multiply-adds are spelt out, so that every kernel rounds alike. Error against the decayed state; the readout of the updated state is alpha S^T q + (k q) error.
-            const float error = beta * fmaf(-(alpha * k_scale), sk[c], v[c]);
-            o[c] = fmaf(n[2] * q_scale * k_scale, error, __fmul_rn(alpha * q_scale, sq[c]));
-            step[c] = k_scale * error;
+            delta_column(g, sk[c], sq[c], v[c], o[c], step[c]);
         }
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
             const float ki = k[buffer][warp * ROWS + i];
 #pragma unroll
-            for (int c = 0; c < C; c++) s[i][c] = fmaf(alpha, s[i][c], __fmul_rn(ki, step[c]));
+            for (int c = 0; c < C; c++) s[i][c] = delta_state(g.alpha, s[i][c], ki, step[c]);
         }
         if (warp == 0) {
             float out[C], square[C], gain[C], gate[C];
