@@ -97,7 +97,7 @@ fn main() -> Result<()> {
 }
 
 /// Kernels of a step of one token, and of several.
-const ONE: [&str; 13] = [
+const ONE: &[&str] = &[
     "project_q4",
     "delta_1",
     "out_gdn_q4",
@@ -112,7 +112,7 @@ const ONE: [&str; 13] = [
     "finish",
     "embed_q4",
 ];
-const SEVERAL: [&str; 13] = [
+const SEVERAL: &[&str] = &[
     "product_q4_8",
     "product_q4_32",
     "product_q8_8",
@@ -120,7 +120,6 @@ const SEVERAL: [&str; 13] = [
     "append",
     "flash",
     "combine",
-    "route",
     "gate_up_group_q4",
     "down_group_q4",
     "add_experts",
@@ -131,7 +130,7 @@ const SEVERAL: [&str; 13] = [
 /// A step of nothing but some kernels.
 fn only(backend: &mut CudaBackend, kernels: &str, a: &Arguments) -> Result<()> {
     for &batch in &a.batch {
-        let all = if batch == 1 { &ONE } else { &SEVERAL };
+        let all = if batch == 1 { ONE } else { SEVERAL };
         let others: Vec<&str> = all.iter().copied().filter(|k| !kernels.split(',').any(|w| w == *k)).collect();
         backend.omit(&[]);
         if let Err(e) = decode(backend, batch, 16, a) {
@@ -147,7 +146,7 @@ fn only(backend: &mut CudaBackend, kernels: &str, a: &Arguments) -> Result<()> {
 /// What each decode kernel costs inside a step: the time of a step without it, and of it without all others.
 fn omit(backend: &mut CudaBackend, a: &Arguments) -> Result<()> {
     for &batch in &a.batch {
-        let all = if batch == 1 { &ONE } else { &SEVERAL };
+        let all = if batch == 1 { ONE } else { SEVERAL };
         for kernel in all {
             let others: Vec<&str> = all.iter().copied().filter(|k| k != kernel).collect();
             for (kernels, word) in [(std::slice::from_ref(kernel), "without"), (&others[..], "only")] {
@@ -231,9 +230,6 @@ fn decode_sequences(backend: &mut CudaBackend, seqs: &[SeqId], at: u32, a: &Argu
         1e6 * batch as f64 / median,
         distinct.len()
     );
-    let mut counts = [0; 8];
-    backend.device().buffers.counts.read(0, &mut counts)?;
-    println!("  pieces of experts' work in the last layer: {counts:?}");
     if a.profile {
         profile(backend, batch, |backend, i| step(backend, a.steps + i))?;
     }

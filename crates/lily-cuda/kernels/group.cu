@@ -12,6 +12,18 @@ extern __shared__ __align__(128) u8 shared[];
 #define GROUP_THREADS (THREADS + 64)
 #define DOWN_STRIPS ((HIDDEN_BLOCKS + DOWN_GROUP - 1) / DOWN_GROUP)
 
+// Where strips of `down` are, and how long.
+struct DownStrips {
+    const u8 *experts, *shared_expert;
+    static __device__ __forceinline__ u32 row_blocks(u32 index) { return min((u32)DOWN_GROUP, HIDDEN_BLOCKS - index * DOWN_GROUP); }
+    static __device__ __forceinline__ u32 row_block_bytes(u32 expert) { return (expert == EXPERTS ? SHARED_TILES : EXPERT_TILES) * tile_bytes<Q4>(); }
+    static __device__ __forceinline__ u32 bytes(u32 expert, u32 index) { return row_blocks(index) * row_block_bytes(expert); }
+    __device__ __forceinline__ const u8* source(u32 expert, u32 index) const {
+        const u64 bytes = row_block_bytes(expert);
+        return (expert == EXPERTS ? shared_expert : experts + (u64)expert * HIDDEN_BLOCKS * bytes) + index * DOWN_GROUP * bytes;
+    }
+};
+
 #define PART (TILE_ROWS * 4)  // sums of a row block: [row][pair]
 
 struct Ring {
@@ -28,10 +40,9 @@ struct Strip {
 // The strips of a block. Pieces of routed experts have ROUTED strips each; those of the shared one come behind them.
 template <u32 ROUTED, u32 SHARED> struct Deal {
     u32 routed, begin, end;
-    __device__ __forceinline__ explicit Deal(const u32* counts) {
-        const uint2 n = __ldcg((const uint2*)counts);
-        routed = n.y;
-        const u64 all = (u64)n.y * ROUTED + (u64)(n.x - n.y) * SHARED;
+    __device__ __forceinline__ Deal(u32 pieces, u32 of_routed) {
+        routed = of_routed;
+        const u64 all = (u64)of_routed * ROUTED + (u64)(pieces - of_routed) * SHARED;
         begin = blockIdx.x * all / gridDim.x;
         end = (blockIdx.x + 1) * all / gridDim.x;
     }
@@ -42,10 +53,7 @@ template <u32 ROUTED, u32 SHARED> struct Deal {
     }
 };
 
-__device__ __forceinline__ Work read_work(const Work* work, u32 piece) {
-    const uint4 w = __ldcg((const uint4*)(work + piece));
-    return Work{w.x, w.y, w.z, w.w};
-}
+typedef Deal<DOWN_STRIPS, DOWN_STRIPS> DownDeal;
 
 __device__ __forceinline__ void init_ring(Ring& ring) {
     if (threadIdx.x == 0) {
@@ -68,7 +76,7 @@ __device__ __forceinline__ void bring(Ring& ring, const D& deal, const Work* wor
     u32 k = 0;
     for (u32 i = deal.begin; i < deal.end;) {
         Strip s = deal.at(i);
-        const u32 expert = read_work(work, s.piece).expert, until = min(deal.end, i + s.left);
+        const u32 expert = work[s.piece].expert, until = min(deal.end, i + s.left);
         for (; i < until; i++, k++, s.index++) {
             const u32 stage = k % RING;
             if (k >= RING) barrier_wait(&ring.empty[stage], (k / RING - 1) & 1);
@@ -86,7 +94,7 @@ struct Pairs {
     __device__ __forceinline__ Pairs(const Work& w, const u32* pairs, int lane) {
         has_column = (lane >> 3) < w.count;
         has_token = (lane & 3) < w.count;
-        column = has_column ? __ldcg(pairs + w.first + (lane >> 3)) : 0;
+        column = has_column ? pairs[w.first + (lane >> 3)] : 0;
         token = __shfl_sync(FULL, column, (lane & 3) * 8);
     }
 };
@@ -108,6 +116,101 @@ __device__ __forceinline__ void multiply_strip(const u8* tiles, u32 count, const
     part[lane + 32] = total[1];
 }
 
+// --- which pairs an expert has ---
+
+#define FEW_ROWS 32  // of a step whose blocks group pairs themselves
+#define MOST_PIECES (FEW_ROWS * TOP_K + FEW_ROWS / GROUP_BY_COPIES)
+#define GROUP_BY_COPIES 4
+#define EXPERTS_OF_THREAD ((EXPERTS + THREADS - 1) / THREADS)
+
+// The list of work, as `route` of moe.cu writes it into memory.
+struct List {
+    const u32* pairs;
+    const Work* work;
+    u32 counts[2];  // pieces, in all and of routed experts
+};
+// The same of few rows, made by each block for itself.
+struct OwnList {
+    Work work[MOST_PIECES];
+    u32 pairs[FEW_ROWS * SLOTS];
+    u32 rows_of[EXPERTS], start[EXPERTS];
+    u32 sizes[WARPS], pieces[WARPS];
+};
+
+// chosen: null, or experts of each row, from which the list is made. All threads; those behind THREADS only wait.
+__device__ __forceinline__ List make_list(OwnList& own, const u32* chosen, u32 rows, const Work* work, const u32* counts, const u32* pairs) {
+    if (!chosen) {
+        const uint2 n = __ldcg((const uint2*)counts);
+        return List{pairs, work, {n.x, n.y}};
+    }
+    const u32 tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
+    if (tid < THREADS)
+        for (u32 e = tid; e < EXPERTS; e += THREADS) own.rows_of[e] = 0;
+    __syncthreads();
+    if (tid < THREADS)
+        for (u32 i = tid; i < rows * TOP_K; i += THREADS) atomicOr(&own.rows_of[__ldcg(chosen + i)], 1u << i / TOP_K);
+    __syncthreads();
+    // A thread has consecutive experts: sums over those before them, first within the warp, then over warps.
+    u32 size[EXPERTS_OF_THREAD], first = 0, piece = 0, n = 0, parts = 0;
+    if (tid < THREADS) {
+#pragma unroll
+        for (u32 i = 0; i < EXPERTS_OF_THREAD; i++) {
+            const u32 e = tid * EXPERTS_OF_THREAD + i;
+            size[i] = e < EXPERTS ? __popc(own.rows_of[e]) : 0;
+            n += size[i];
+            parts += (size[i] + GROUP_BY_COPIES - 1) / GROUP_BY_COPIES;
+        }
+        first = n;
+        piece = parts;
+#pragma unroll
+        for (u32 o = 1; o < 32; o <<= 1) {
+            const u32 a = __shfl_up_sync(FULL, first, o), b = __shfl_up_sync(FULL, piece, o);
+            first += lane >= o ? a : 0;
+            piece += lane >= o ? b : 0;
+        }
+        if (lane == 31) {
+            own.sizes[warp] = first;
+            own.pieces[warp] = piece;
+        }
+    }
+    __syncthreads();
+    u32 routed = 0;
+#pragma unroll
+    for (u32 w = 0; w < WARPS; w++) {
+        if (w < warp) {
+            first += own.sizes[w];
+            piece += own.pieces[w];
+        }
+        routed += own.pieces[w];
+    }
+    const u32 shared_parts = (rows + GROUP_BY_COPIES - 1) / GROUP_BY_COPIES;
+    if (tid < THREADS) {
+        first -= n;
+        piece -= parts;
+#pragma unroll
+        for (u32 i = 0; i < EXPERTS_OF_THREAD; i++) {
+            const u32 e = tid * EXPERTS_OF_THREAD + i;
+            if (e >= EXPERTS) continue;
+            own.start[e] = first;
+            for (u32 j = 0; j < size[i]; j += GROUP_BY_COPIES)
+                own.work[piece++] = Work{e, first + j, min((u32)GROUP_BY_COPIES, size[i] - j), 0};
+            first += size[i];
+        }
+        for (u32 i = tid; i < shared_parts; i += THREADS)
+            own.work[routed + i] = Work{EXPERTS, rows * TOP_K + i * GROUP_BY_COPIES, min((u32)GROUP_BY_COPIES, rows - i * GROUP_BY_COPIES), 0};
+        for (u32 i = tid; i < rows; i += THREADS) own.pairs[rows * TOP_K + i] = i * SLOTS + TOP_K;
+    }
+    __syncthreads();
+    // By rising row, so that all blocks have them alike.
+    if (tid < THREADS)
+        for (u32 i = tid; i < rows * TOP_K; i += THREADS) {
+            const u32 e = __ldcg(chosen + i), row = i / TOP_K;
+            own.pairs[own.start[e] + __popc(own.rows_of[e] & ((1u << row) - 1))] = row * SLOTS + i % TOP_K;
+        }
+    __syncthreads();
+    return List{own.pairs, own.work, {routed + shared_parts, routed}};
+}
+
 // Says that a warp is through with a barrier's thing.
 __device__ __forceinline__ void warp_arrive(u64* bar, int lane) {
     __syncwarp();
@@ -117,21 +220,32 @@ __device__ __forceinline__ void warp_arrive(u64* bar, int lane) {
 // SiLU(gate x) * (up x) of every pair as fragments: middle, [pairs, MIDDLE_TILES], with the sum of every eight values in
 // `middle_sums`, [pairs, MIDDLE / 8]. A strip is one row block.
 extern "C" __global__ void __launch_bounds__(GROUP_THREADS, 2)
-gate_up_group_q4(const u8* experts, const u8* shared_expert, const Work* work, const u32* counts, const u32* pairs,
-                 const u8* fragments, const float* sums, const float* scale, u8* middle, float* middle_sums) {
+gate_up_group_q4(const u8* experts, const u8* shared_expert, const Work* work, const u32* counts, const u32* pairs, const u32* chosen,
+                 u32 rows, const u8* down_experts, const u8* down_shared, const u8* fragments, const float* sums, const float* scale, u8* middle, float* middle_sums) {
     constexpr u32 MOST = Share<HIDDEN_TILES>::MOST, STRIP = HIDDEN_TILES * tile_bytes<Q4>();
     __shared__ Ring ring;
+    __shared__ OwnList own;
     __shared__ float parts[PARTS][WARPS][PART];
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     init_ring(ring);
     wait_for_inputs();
-    launch_dependents();  // not before: `down_group_q4` reads the list of work ahead of its wait
-    const Deal<GATE_UP_BLOCKS, SHARED_BLOCKS> deal(counts);
+    launch_dependents();  // not before: `down_group_q4` reads who was chosen ahead of its wait
+    const List list = make_list(own, chosen, rows, work, counts, pairs);
+    const Deal<GATE_UP_BLOCKS, SHARED_BLOCKS> deal(list.counts[0], list.counts[1]);
     if (warp == BRINGER) {
-        if (lane == 0)
-            bring(ring, deal, work, STRIP, [](u32, u32) { return STRIP; }, [&](u32 expert, u32 index) {
+        if (lane == 0) {
+            bring(ring, deal, list.work, STRIP, [](u32, u32) { return STRIP; }, [&](u32 expert, u32 index) {
                 return (expert == EXPERTS ? shared_expert : experts + (u64)expert * GATE_UP_BLOCKS * STRIP) + (u64)index * STRIP;
             });
+            // What the same block of `down_group_q4` begins with.
+            const DownDeal next(list.counts[0], list.counts[1]);
+            const DownStrips strips{down_experts, down_shared};
+            for (u32 i = next.begin; i < min(next.end, next.begin + RING); i++) {
+                const Strip s = next.at(i);
+                const u32 expert = list.work[s.piece].expert;
+                prefetch_l2(strips.source(expert, s.index), strips.bytes(expert, s.index));
+            }
+        }
         return;
     }
     const Share<HIDDEN_TILES> mine(warp);
@@ -139,7 +253,7 @@ gate_up_group_q4(const u8* experts, const u8* shared_expert, const Work* work, c
     for (u32 i = deal.begin; i < deal.end;) {
         const Strip s = deal.at(i);
         const u32 until = min(deal.end, i + s.left), first = i - s.index;
-        const Pairs of(read_work(work, s.piece), pairs, lane);
+        const Pairs of(list.work[s.piece], list.pairs, lane);
         if (warp == ADDER) {
             const float row_scale = of.has_column ? __ldcg(scale + of.column / SLOTS) : 0.0f;
 #pragma unroll 1
@@ -196,26 +310,24 @@ gate_up_group_q4(const u8* experts, const u8* shared_expert, const Work* work, c
 
 // expanded[pair] = down middle[pair]. A strip is DOWN_GROUP row blocks.
 extern "C" __global__ void __launch_bounds__(GROUP_THREADS, 2)
-down_group_q4(const u8* experts, const u8* shared_expert, const Work* work, const u32* counts, const u32* pairs,
-              const u8* middle, const float* middle_sums, float* expanded) {
+down_group_q4(const u8* experts, const u8* shared_expert, const Work* work, const u32* counts, const u32* pairs, const u32* chosen,
+              u32 rows, const u8* middle, const float* middle_sums, float* expanded) {
     constexpr u32 MOST = Share<MIDDLE_TILES>::MOST, STAGE = DOWN_GROUP * MIDDLE_TILES * tile_bytes<Q4>();
     __shared__ Ring ring;
+    __shared__ OwnList own;
     constexpr u32 SLOTS_OF_PARTS = PARTS / DOWN_GROUP;
     __shared__ __align__(16) float parts[SLOTS_OF_PARTS][DOWN_GROUP][WARPS][PART];
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     launch_dependents();
     init_ring(ring);
-    // The list of work is there before the wait: the predecessor let this kernel start only once it had it.
-    const Deal<DOWN_STRIPS, DOWN_STRIPS> deal(counts);
-    auto row_blocks = [](u32 index) { return min((u32)DOWN_GROUP, HIDDEN_BLOCKS - index * DOWN_GROUP); };
-    auto row_block_bytes = [](u32 expert) { return (expert == EXPERTS ? SHARED_TILES : EXPERT_TILES) * tile_bytes<Q4>(); };
+    // Which experts are chosen is there before the wait: the predecessor let this kernel start only once it had it.
+    const List list = make_list(own, chosen, rows, work, counts, pairs);
+    const DownDeal deal(list.counts[0], list.counts[1]);
+    const DownStrips strips{experts, shared_expert};
     if (warp == BRINGER) {
         if (lane == 0)
-            bring(ring, deal, work, STAGE, [&](u32 expert, u32 index) { return row_blocks(index) * row_block_bytes(expert); },
-                  [&](u32 expert, u32 index) {
-                      const u64 bytes = row_block_bytes(expert);
-                      return (expert == EXPERTS ? shared_expert : experts + (u64)expert * HIDDEN_BLOCKS * bytes) + index * DOWN_GROUP * bytes;
-                  });
+            bring(ring, deal, list.work, STAGE, [&](u32 expert, u32 index) { return strips.bytes(expert, index); },
+                  [&](u32 expert, u32 index) { return strips.source(expert, index); });
         return;
     }
     wait_for_inputs();
@@ -223,15 +335,15 @@ down_group_q4(const u8* experts, const u8* shared_expert, const Work* work, cons
     for (u32 i = deal.begin; i < deal.end;) {
         const Strip s = deal.at(i);
         const u32 until = min(deal.end, i + s.left), first = i - s.index;
-        const Work w = read_work(work, s.piece);
-        const Pairs of(w, pairs, lane);
+        const Work w = list.work[s.piece];
+        const Pairs of(w, list.pairs, lane);
         if (warp == ADDER) {
             float* to[4];
 #pragma unroll
             for (int t = 0; t < 4; t++) to[t] = t < w.count ? expanded + (u64)__shfl_sync(FULL, of.column, t * 8) * HIDDEN : nullptr;
 #pragma unroll 1
             for (; i < until; i++, k++) {
-                const u32 slot = k % SLOTS_OF_PARTS, rows = row_blocks(i - first) * TILE_ROWS, row0 = (i - first) * (DOWN_GROUP * TILE_ROWS);
+                const u32 slot = k % SLOTS_OF_PARTS, rows = strips.row_blocks(i - first) * TILE_ROWS, row0 = (i - first) * (DOWN_GROUP * TILE_ROWS);
                 barrier_wait(&ring.summed[slot], k / SLOTS_OF_PARTS & 1);
 #pragma unroll
                 for (u32 row = lane; row < DOWN_GROUP * TILE_ROWS; row += 32) {
@@ -254,7 +366,7 @@ down_group_q4(const u8* experts, const u8* shared_expert, const Work* work, cons
             }
             continue;
         }
-        const u32 k_tiles = w.expert == EXPERTS ? SHARED_TILES : EXPERT_TILES, bytes = row_block_bytes(w.expert);
+        const u32 k_tiles = w.expert == EXPERTS ? SHARED_TILES : EXPERT_TILES, bytes = strips.row_block_bytes(w.expert);
         const u32 tile = first_tile(warp, k_tiles), count = first_tile(warp + 1, k_tiles) - tile;
         Inputs<MOST> in;
 #pragma unroll
@@ -270,7 +382,7 @@ down_group_q4(const u8* experts, const u8* shared_expert, const Work* work, cons
         }
 #pragma unroll 1
         for (; i < until; i++, k++) {
-            const u32 units = row_blocks(i - first), slot = k % SLOTS_OF_PARTS;
+            const u32 units = strips.row_blocks(i - first), slot = k % SLOTS_OF_PARTS;
             const u8* strip = shared + k % RING * STAGE + tile * tile_bytes<Q4>();
             if (k >= SLOTS_OF_PARTS) barrier_wait(&ring.added[slot], (k / SLOTS_OF_PARTS - 1) & 1);
             barrier_wait(&ring.full[k % RING], k / RING & 1);

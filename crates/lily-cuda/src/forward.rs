@@ -23,6 +23,8 @@ const FLASH_BLOCKS: u32 = 512;
 const GROUP: u32 = 16;
 /// See [`GROUP`].
 const GROUP_BY_COPIES: u32 = 4;
+/// Rows of a step that needs no list of work where weights come by bulk copies, as in `kernels/group.cu`.
+const FEW_ROWS: u32 = 32;
 
 /// Activations and results; made once, for the largest step.
 pub struct Buffers {
@@ -174,6 +176,8 @@ pub(crate) struct Product<'a> {
     pub add: bool,
     /// Kernels behind this one want the inputs as fragments.
     pub keep: bool,
+    /// The outputs are a router's logits: experts are chosen too. Only by clusters.
+    pub choose: bool,
 }
 
 /// Where a product's input comes from.
@@ -213,7 +217,7 @@ impl Device {
 
     fn layer(&self, w: &DeviceLayer, index: &mut KindIndex, plan: &Plan) -> Result<(), DriverError> {
         let (b, rows) = (&self.buffers, plan.rows as u32);
-        let product = |w, x, input, y, add| Product { w, x, input, y, rows, add, keep: false };
+        let product = |w, x, input, y, add| Product { w, x, input, y, rows, add, keep: false, choose: false };
         match &w.mixer {
             DeviceMixer::Gdn { input, vectors, output } => {
                 self.product(&product(input, &b.x, Input::Norm(&w.input_norm), &b.projected, false))?;
@@ -386,27 +390,24 @@ impl Device {
 
     fn moe(&self, w: &DeviceMoe, gain: &Buffer, rows: u32) -> Result<(), DriverError> {
         let (b, m, hidden) = (&self.buffers, &self.config.moe, self.hidden());
-        let (x, y) = (&b.x, &b.router);
-        self.product(&Product {
-            w: &w.router,
-            x,
-            input: Input::Norm(gain),
-            y,
-            rows,
-            add: false,
-            keep: true,
-        })?;
-
         let grouped = self.grouped && w.gate_up.packing == Packing::Q4 && w.down.packing == Packing::Q4;
-        let group = if grouped { GROUP_BY_COPIES } else { GROUP };
-        let mut args = Args::new();
-        args.u64(b.router.address()).u32(rows).u32(group).u64(b.weights.address()).u64(b.chosen.address());
-        args.u64(b.pairs.address()).u64(b.work.address()).u64(b.counts.address());
-        let shape = Shape { grid: [1, 1, 1], threads: 1024, shared: 0, overlap: true };
-        self.launch_with("route", shape, &mut args)?;
-
+        let (x, y) = (&b.x, &b.router);
+        let mut router =
+            Product { w: &w.router, x, input: Input::Norm(gain), y, rows, add: false, keep: true, choose: false };
+        // Of few rows the router chooses, and the experts' kernels find out for themselves who has which.
+        router.choose = grouped && rows <= FEW_ROWS;
+        router.choose = router.choose && self.clustered(&router)?;
+        if !router.choose {
+            self.product(&router)?;
+            let group = if grouped { GROUP_BY_COPIES } else { GROUP };
+            let mut args = Args::new();
+            args.u64(b.router.address()).u32(rows).u32(group).u64(b.weights.address()).u64(b.chosen.address());
+            args.u64(b.pairs.address()).u64(b.work.address()).u64(b.counts.address());
+            let shape = Shape { grid: [1, 1, 1], threads: 1024, shared: 0, overlap: true };
+            self.launch_with("route", shape, &mut args)?;
+        }
         if grouped {
-            self.experts_by_copies(w)?;
+            self.experts_by_copies(w, rows, router.choose)?;
         } else {
             self.experts(w, rows * (m.experts_per_token as u32 + 1))?;
         }
@@ -443,8 +444,8 @@ impl Device {
         self.launch(expert_name("down", w.down.packing), [blocks, most, 1], &mut args)
     }
 
-    /// The same, with weights by bulk copies.
-    fn experts_by_copies(&self, w: &DeviceMoe) -> Result<(), DriverError> {
+    /// The same, with weights by bulk copies. `chosen`: there is no list of work.
+    fn experts_by_copies(&self, w: &DeviceMoe, rows: u32, chosen: bool) -> Result<(), DriverError> {
         let (b, sizes) = (&self.buffers, GroupSizes::new(&self.config));
         let shape = |shared| Shape {
             grid: [GROUP_BLOCKS * self.context.multiprocessors, 1, 1],
@@ -452,11 +453,14 @@ impl Device {
             shared,
             overlap: true,
         };
+        let chosen = if chosen { b.chosen.address() } else { 0 };
         let mut args = self.work(&w.gate_up);
+        args.u64(chosen).u32(rows).u64(w.down.experts.address()).u64(w.down.shared.address());
         args.u64(b.fragments.address()).u64(b.sums.address()).u64(b.scale.address());
         args.u64(b.middle.address()).u64(b.middle_sums.address());
         self.launch_with("gate_up_group_q4", shape(sizes.gate_up), &mut args)?;
         let mut args = self.work(&w.down);
+        args.u64(chosen).u32(rows);
         args.u64(b.middle.address()).u64(b.middle_sums.address()).u64(b.expanded.address());
         self.launch_with("down_group_q4", shape(sizes.down), &mut args)
     }
@@ -473,7 +477,7 @@ impl Device {
             self.launch("gather", [plan.rows as u32, 1, 1], &mut args)?;
         }
         let (w, input, rows) = (self.weights.lm_head(), Input::Norm(&self.weights.norm), plan.logits as u32);
-        self.product(&Product { w, x, input, y: &b.logits, rows, add: false, keep: false })
+        self.product(&Product { w, x, input, y: &b.logits, rows, add: false, keep: false, choose: false })
     }
 
     /// Faults and draws; `blocks` blocks have noted their largest logit.
