@@ -478,12 +478,6 @@ __device__ __forceinline__ void barrier_wait(u64* bar, u32 parity) {
                      : "=r"(done) : "r"(shared_address(bar)), "r"(parity) : "memory");
 #endif
 }
-// Brings memory into the L2 cache, for a kernel that comes later.
-__device__ __forceinline__ void prefetch_l2(const void* from, u32 bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-#endif
-}
 // Weights are read once a step: the first to leave the L2 cache, which holds what kernels pass on to each other.
 __device__ __forceinline__ void bulk_copy(void* to, const void* from, u32 bytes, u64* bar) {
 #if __CUDA_ARCH__ >= 900

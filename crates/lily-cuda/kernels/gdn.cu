@@ -6,7 +6,6 @@
 #define CHANNELS (2 * KEY_HEADS * DK + VALUE_HEADS * DV)
 #define PROJECTED (CHANNELS + VALUE_HEADS * DV + 2 * VALUE_HEADS)  // q k v | z | b | a
 #define PAST (TAPS - 1)
-#define AHEAD 4      // sequences, from one block to the one whose state it prefetches
 #define KEY_WARPS 4  // warps that have channels of q and k, the others have those of v
 #define KEY_THREADS (KEY_WARPS * 32)
 #define PER_THREAD ((DK + KEY_THREADS - 1) / KEY_THREADS)
@@ -131,9 +130,6 @@ __device__ __forceinline__ void delta(const Segment* segments, const float* proj
         for (int c = 0; c < C; c++) s[i][c] = 0;
         if (DK % WARPS == 0 || warp * ROWS + i < DK) load_some<C>(state + (u64)i * DV, s[i]);
     }
-    // The first blocks run beside the kernel before; those that come later find their part of the state in L2.
-    if (DV == COLUMNS && tid == 0 && blockIdx.y + AHEAD < gridDim.y)
-        prefetch_l2(states + segments[blockIdx.y + AHEAD].slot * state_stride + (u64)head * DK * DV, DK * DV * 4);
     const float* conv_in = convs + segment.slot * conv_stride + segment.parity * (u64)(PAST * CHANNELS);
     float* conv_out = convs + segment.slot * conv_stride + (1 - segment.parity) * (u64)(PAST * CHANNELS);
     // Channels of q and k, or (in `first[0]`) one of v.

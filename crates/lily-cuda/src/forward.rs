@@ -70,6 +70,8 @@ pub struct Buffers {
     pub middle_sums: Buffer,
     /// Behind down, per pair.
     pub expanded: Buffer,
+    /// How much of each piece of work is done; 0 between steps.
+    pub done: Buffer,
     /// Rows that logits are wanted for.
     pub wanted: Buffer,
     /// Logits of those.
@@ -102,6 +104,8 @@ impl Buffers {
         let splits = rows.max(SPLIT_ROWS as usize);
         let allocate = |bytes: usize| context.allocate(bytes, "activations");
         let floats = |n: usize| allocate(4 * n);
+        let done = floats(rows * slots)?;
+        context.fill(done.address(), 0, done.bytes())?;
         Ok(Self {
             step: allocate(layout.bytes())?,
             x: floats(rows * c.hidden_size)?,
@@ -124,6 +128,7 @@ impl Buffers {
             middle: floats(rows * slots * middle)?,
             middle_sums: floats(rows * slots * middle / 8)?,
             expanded: floats(rows * slots * c.hidden_size)?,
+            done,
             wanted: floats(rows * c.hidden_size)?,
             logits: floats(rows * c.vocab_size)?,
             adjusted: floats(MAX_SEGMENTS * c.vocab_size)?,
@@ -414,6 +419,7 @@ impl Device {
 
         let mut args = Args::new();
         args.u64(b.weights.address()).u64(b.expanded.address()).u64(b.x.address());
+        args.u64(b.done.address());
         self.launch("add_experts", [hidden.div_ceil(THREADS), rows, 1], &mut args)
     }
 
@@ -446,23 +452,17 @@ impl Device {
 
     /// The same, with weights by bulk copies. `chosen`: there is no list of work.
     fn experts_by_copies(&self, w: &DeviceMoe, rows: u32, chosen: bool) -> Result<(), DriverError> {
-        let (b, sizes) = (&self.buffers, GroupSizes::new(&self.config));
-        let shape = |shared| Shape {
-            grid: [GROUP_BLOCKS * self.context.multiprocessors, 1, 1],
-            threads: THREADS + 64,
-            shared,
-            overlap: true,
-        };
-        let chosen = if chosen { b.chosen.address() } else { 0 };
-        let mut args = self.work(&w.gate_up);
-        args.u64(chosen).u32(rows).u64(w.down.experts.address()).u64(w.down.shared.address());
+        let (b, kernel) = (&self.buffers, "experts_group_q4");
+        let mut args = Args::new();
+        args.words(&[&w.gate_up, &w.down].map(|s| [s.experts.address(), s.shared.address()]).concat());
+        args.u64(b.work.address()).u64(b.counts.address()).u64(b.pairs.address());
+        args.u64(if chosen { b.chosen.address() } else { 0 }).u32(rows);
         args.u64(b.fragments.address()).u64(b.sums.address()).u64(b.scale.address());
         args.u64(b.middle.address()).u64(b.middle_sums.address());
-        self.launch_with("gate_up_group_q4", shape(sizes.gate_up), &mut args)?;
-        let mut args = self.work(&w.down);
-        args.u64(chosen).u32(rows);
-        args.u64(b.middle.address()).u64(b.middle_sums.address()).u64(b.expanded.address());
-        self.launch_with("down_group_q4", shape(sizes.down), &mut args)
+        args.u64(b.done.address()).u64(b.expanded.address());
+        let grid = [GROUP_BLOCKS * self.context.multiprocessors, 1, 1];
+        let shape = Shape { grid, threads: THREADS + 64, shared: group_shared(&self.config), overlap: true };
+        self.launch_with(kernel, shape, &mut args)
     }
 
     /// Logits of the rows that want them.
@@ -510,37 +510,22 @@ impl Device {
     }
 }
 
-/// Blocks of the group kernels on a multiprocessor.
+/// Blocks of `experts_group_q4` on a multiprocessor: all run at a time, since they wait for each other.
 const GROUP_BLOCKS: u32 = 2;
-/// Strips of weights that a block of the group kernels has in shared memory, as in `kernels/group.cu`.
-const RING: u32 = 3;
-/// Row blocks of a strip of `down_group_q4`, as there.
+/// Strips of weights that a block has in shared memory, as in `kernels/group.cu`.
+const RING: u32 = 2;
+/// Row blocks of a strip of `down`, as there.
 const DOWN_GROUP: u32 = 4;
 
-/// Dynamic shared memory of the group kernels.
-#[derive(Clone, Copy, Debug)]
-pub struct GroupSizes {
-    gate_up: u32,
-    down: u32,
+/// Whether a device has room for two blocks of `experts_group_q4` on each multiprocessor, with what it declares itself.
+pub fn group_fits(c: &Config, context: &Context) -> bool {
+    context.capability >= 90 && GROUP_BLOCKS * (group_shared(c) + (42 << 10)) <= context.shared_memory
 }
 
-impl GroupSizes {
-    /// For a model.
-    pub fn new(c: &Config) -> Self {
-        let widest = c.moe.expert_width.max(c.moe.shared_width);
-        let strip = |width: usize| (width / TILE_COLS * Packing::Q4.tile_bytes()) as u32;
-        Self { gate_up: RING * strip(c.hidden_size), down: RING * DOWN_GROUP * strip(widest) }
-    }
-
-    /// By kernel.
-    pub fn shared(&self) -> [(&'static str, u32); 2] {
-        [("gate_up_group_q4", self.gate_up), ("down_group_q4", self.down)]
-    }
-
-    /// Whether a device can hold them; what the kernels declare themselves comes on top.
-    pub fn fit(&self, context: &Context) -> bool {
-        context.capability >= 90 && self.gate_up.max(self.down) + (40 << 10) <= context.shared_memory
-    }
+/// Dynamic shared memory of `experts_group_q4`: a ring of strips.
+pub fn group_shared(c: &Config) -> u32 {
+    let strip = |width: usize| (width / TILE_COLS * Packing::Q4.tile_bytes()) as u32;
+    RING * strip(c.hidden_size).max(DOWN_GROUP * strip(c.moe.expert_width.max(c.moe.shared_width)))
 }
 
 /// Shared memory of the flash kernel: queries, and two stages of K and V.
