@@ -120,7 +120,9 @@ const SEVERAL: &[&str] = &[
     "append",
     "flash",
     "combine",
-    "experts_group_q4",
+    "route",
+    "gate_up_group_q4",
+    "down_group_q4",
     "add_experts",
     "finish",
     "embed_q4",
@@ -130,7 +132,8 @@ const SEVERAL: &[&str] = &[
 fn only(backend: &mut CudaBackend, kernels: &str, a: &Arguments) -> Result<()> {
     for &batch in &a.batch {
         let all = if batch == 1 { ONE } else { SEVERAL };
-        let others: Vec<&str> = all.iter().copied().filter(|k| !kernels.split(',').any(|w| w == *k)).collect();
+        let others: Vec<&str> =
+            all.iter().copied().filter(|k| !kernels.split(',').any(|w| w == *k)).collect();
         backend.omit(&[]);
         if let Err(e) = decode(backend, batch, 16, a) {
             println!("  {e}");

@@ -102,7 +102,8 @@ __device__ __forceinline__ void multiply_slots(const u8* at, u32 slot, u32 count
     const u8* tile = at;
     const u8* f = fragments + (lane >> 3) * FRAGMENT_BYTES;
     const float* sum = sums + (lane & 3);
-#pragma unroll 2
+    constexpr int AHEAD = NT > 4 ? 1 : 2;  // more would not fit into registers
+#pragma unroll AHEAD
     for (u32 k = 0; k < count; k++) {
         Tile<FORM> a[R];
 #pragma unroll
@@ -137,8 +138,6 @@ struct Product {
     u8* fragments;        // null, or where f(x) goes as fragments, with `sums` and `scale`: for the kernels behind this one
     float* sums;
     float* scale;
-    u32* chosen;          // null, or a router (one cluster for all its rows): gets [tokens, TOP_K] experts and
-    float* weights;       // [tokens, SLOTS] of them and of the shared one
     u32 mode;             // AS_IS, NORMED, HEAD_NORMED
     u32 tokens;
     u32 stride;
@@ -147,29 +146,12 @@ struct Product {
     u32 rounds;           // most of a cluster; weights of two are in shared memory at a time, and sums of two where there are more
 };
 
-// By one warp, from a token's logits in shared memory.
-__device__ __forceinline__ void choose_experts(const float* logits, u32* chosen, float* weights, int lane) {
-    u32 keys[LANE_KEYS], index;
-    float value;
-#pragma unroll
-    for (int i = 0; i < LANE_KEYS; i++)
-        keys[i] = i < LANE_EXPERTS && lane * LANE_EXPERTS + i < EXPERTS ? order_key(logits[lane * LANE_EXPERTS + i]) : 0u;
-    top_k_of_keys(keys, lane, index, value);
-    const float weight = top_k_weight(value, lane);
-    if (lane < TOP_K) {
-        chosen[lane] = index;
-        weights[lane] = weight;
-    }
-    if (lane == TOP_K) weights[lane] = sigmoid(logits[EXPERTS]);
-}
-
 // Grid: (CLUSTER * clusters, groups of 4 NT tokens). Row blocks are dealt to clusters evenly and in order.
 template <int FORM, int NT> __device__ __forceinline__ void product(const Matrix& w, const Product& o) {
 #if __CUDA_ARCH__ >= 900
     constexpr u32 T = NT * 4;
     __shared__ float squares[CLUSTER][T], scales[T];
     __shared__ u64 full[2];
-    __shared__ float logits[NT == 2 ? ROUTER_ROWS + 3 : 4];  // of a router, for the token whose number is `rank`
     const u32 tid = threadIdx.x, warp = tid / 32, lane = tid % 32, rank = cluster_rank();
     const u32 cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER, token0 = blockIdx.y * T, tokens = min(T, o.tokens - token0);
     const u32 first = first_tile(rank, w.k_tiles), count = first_tile(rank + 1, w.k_tiles) - first, most = (w.k_tiles + CLUSTER - 1) / CLUSTER;
@@ -282,7 +264,6 @@ template <int FORM, int NT> __device__ __forceinline__ void product(const Matrix
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 if (o.mode == NORMED) v[j] = __fmul_rn(v[j], scales[token]);
-                if (NT == 2 && o.chosen && row + j < ROUTER_ROWS) store_peer(peer_address(shared_address(logits + row + j), token), v[j]);
                 if (o.add && row + j < w.rows) v[j] = __ldcg(y + j) + v[j];
             }
             if (o.stride % 4 == 0 && row + 4 <= w.rows) {
@@ -295,12 +276,6 @@ template <int FORM, int NT> __device__ __forceinline__ void product(const Matrix
         }
         __syncwarp();
         if (o.rounds == 2 && (round + 1) * o.per < all) cluster_arrive();
-    }
-    if (NT == 2 && o.chosen) {
-        // A token a block.
-        cluster_arrive();
-        cluster_wait();
-        if (warp == 0 && rank < tokens) choose_experts(logits, o.chosen + (u64)(token0 + rank) * TOP_K, o.weights + (u64)(token0 + rank) * SLOTS, lane);
     }
 #endif
 }

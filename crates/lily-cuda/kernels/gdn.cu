@@ -201,8 +201,9 @@ __device__ __forceinline__ void delta(const Segment* segments, const float* proj
         __syncthreads();
         float v[C], o[C], step[C];
         sum_of_parts<C>(columns[buffer][0], lane, sk);
-        sum_of_parts<C>(columns[buffer][1], lane, sq);
         read_some<C>(&values[buffer][lane * C], v);
+        asm volatile("" ::: "memory");  // registers do not suffice for both sums' parts at a time
+        sum_of_parts<C>(columns[buffer][1], lane, sq);
 #pragma unroll
         for (int c = 0; c < C; c++) {
             delta_column(g, sk[c], sq[c], v[c], o[c], step[c]);

@@ -167,14 +167,13 @@ __device__ __forceinline__ void down(const u8* experts, const u8* shared_expert,
     }
 }
 
-// x[row] += sum over slots of weight * expanded, in the order of the slots. done: counters of group.cu, which become 0 again.
-extern "C" __global__ void __launch_bounds__(THREADS) add_experts(const float* weights, const float* expanded, float* x, u32* done) {
+// x[row] += sum over slots of weight * expanded, in the order of the slots.
+extern "C" __global__ void __launch_bounds__(THREADS) add_experts(const float* weights, const float* expanded, float* x) {
     launch_dependents();
     wait_for_inputs();
     const u64 row = blockIdx.y;
     const u32 i = blockIdx.x * THREADS + threadIdx.x;
     if (i >= HIDDEN) return;
-    if (i < SLOTS) done[row * SLOTS + i] = 0;
     float y = 0;
 #pragma unroll
     for (int s = 0; s < SLOTS; s++) y = fmaf(__ldcg(weights + row * SLOTS + s), __ldcg(expanded + (row * SLOTS + s) * HIDDEN + i), y);

@@ -12,7 +12,7 @@ use lily_model::sample::{SampleParams, Sampled, sample};
 use lily_model::weights::Weights;
 
 use crate::driver::{Context, DriverError, Event, Graph, Pinned};
-use crate::forward::{Buffers, Device, flash_shared, group_fits, group_shared};
+use crate::forward::{Buffers, Device, GroupSizes, flash_shared};
 use crate::kernels::Kernels;
 use crate::state::{PAGE, Sequence, State};
 use crate::step::{self, Layout, MAX_SEGMENTS, NONE, Plan};
@@ -128,7 +128,8 @@ impl CudaBackend {
         }
         let sizes = decode::Sizes::new(&config, context.multiprocessors);
         let mut shared = vec![("flash", needed)];
-        let dynamic = sizes.shared().into_iter().chain([("experts_group_q4", group_shared(&config))]);
+        let group_sizes = GroupSizes::new(&config);
+        let dynamic = sizes.shared().into_iter().chain(group_sizes.shared());
         shared.extend(dynamic.filter(|(_, bytes)| *bytes + (40 << 10) <= context.shared_memory));
         shared.extend(cluster::shared(&context));
         let kernels = Kernels::load(&context, &config, options.cache.as_deref(), &shared)?;
@@ -178,7 +179,7 @@ impl CudaBackend {
             limits.state_budget,
             if fast { "on" } else { "off" }
         );
-        let grouped = options.fast_decode && group_fits(&config, &context);
+        let grouped = options.fast_decode && group_sizes.fit(&context);
         let clusters = if options.fast_decode { cluster::Clusters::new(&context, &kernels)? } else { None };
         let device = Device {
             grouped,

@@ -58,13 +58,13 @@ impl Clusters {
         Ok((most > 0).then_some(Self { most, shared }))
     }
 
-    /// Cuts a product of `blocks` row blocks of `k_tiles` tiles for up to `most` clusters of `tokens` tokens; `None` if they don't fit into
+    /// Cuts a product of `blocks` row blocks of `k_tiles` tiles, for `tokens` tokens a cluster; `None` if they don't fit into
     /// shared memory one by one.
-    fn cut(&self, blocks: u32, k_tiles: u32, tile: u32, tokens: u32, most: u32) -> Option<Cut> {
+    fn cut(&self, blocks: u32, k_tiles: u32, tile: u32, tokens: u32) -> Option<Cut> {
         let share = k_tiles.div_ceil(CLUSTER);
         let inputs = tokens * share * (256 + 4);
         // Few row blocks make few clusters, in which every warp has one.
-        let clusters = if blocks < 2 * most { blocks.div_ceil(WARPS).min(most) } else { most };
+        let clusters = if blocks < 2 * self.most { blocks.div_ceil(WARPS) } else { self.most };
         let own = blocks.div_ceil(clusters);
         // Weights of two rounds at a time; sums of two where there are more than two, so that nobody waits for their readers.
         let shared = |per: u32, rounds: u32| {
@@ -85,7 +85,7 @@ impl Device {
         let (Some(clusters), b) = (&self.clusters, &self.buffers) else { return Ok(false) };
         let blocks = p.w.rows.div_ceil(TILE_ROWS as u32);
         // Few row blocks keep few warps busy: then tokens are spread over more clusters.
-        let tokens = if p.rows <= 8 || p.choose || blocks < 2 * clusters.most { 8 } else { 32 };
+        let tokens = if p.rows <= 8 || blocks < 2 * clusters.most { 8 } else { 32 };
         let name = match (p.w.packing, tokens) {
             (Packing::Q4, 8) => "product_q4_8",
             (Packing::Q4, _) => "product_q4_32",
@@ -94,15 +94,13 @@ impl Device {
             _ => return Ok(false),
         };
         let tile = p.w.packing.tile_bytes() as u32;
-        let most = if p.choose { 1 } else { clusters.most };
-        let Some(cut) = clusters.cut(blocks, p.w.k_tiles, tile, tokens, most) else { return Ok(false) };
+        let Some(cut) = clusters.cut(blocks, p.w.k_tiles, tile, tokens) else { return Ok(false) };
         let (mode, factor) = match p.input {
             Input::Plain => (0, 0),
             Input::Norm(gain) => (1, gain.address()),
             Input::Heads => (2, b.squares.address()),
         };
         let kept = |buffer: &Buffer| if p.keep { buffer.address() } else { 0 };
-        let chosen = |buffer: &Buffer| if p.choose { buffer.address() } else { 0 };
         let pair = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;
         let mut args = Args::new();
         args.words(&p.w.words()).words(&[
@@ -112,8 +110,6 @@ impl Device {
             kept(&b.fragments),
             kept(&b.sums),
             kept(&b.scale),
-            chosen(&b.chosen),
-            chosen(&b.weights),
             pair(mode, p.rows),
             pair(p.w.rows, u32::from(p.add)),
             pair(cut.per, cut.rounds),
@@ -136,7 +132,7 @@ mod tests {
 
     #[test]
     fn the_real_projection_is_brought_at_once_and_the_head_in_rounds() {
-        let cut = |blocks, tokens| H200.cut(blocks, 32, 576, tokens, 16);
+        let cut = |blocks, tokens| H200.cut(blocks, 32, 576, tokens);
         let projection = Cut { clusters: 16, per: 49, rounds: 1, shared: 49 * 2304 + 56 * 512 + 8 * 4 * 260 };
         assert_eq!(cut(772, 8), Some(projection));
         let rounds = |cut: Option<Cut>| cut.map(|c| (c.per, c.rounds));
@@ -146,8 +142,11 @@ mod tests {
 
     #[test]
     fn small_matrices_take_fewer_clusters_and_wide_ones_none() {
-        let router = H200.cut(17, 32, 1088, 8, 16);
-        assert_eq!(router, Some(Cut { clusters: 3, per: 6, rounds: 1, shared: 6 * 4352 + 8 * 512 + 8 * 4 * 260 }));
-        assert_eq!(H200.cut(100, 8192, 1088, 32, 16), None);
+        let router = H200.cut(17, 32, 1088, 8);
+        assert_eq!(
+            router,
+            Some(Cut { clusters: 3, per: 6, rounds: 1, shared: 6 * 4352 + 8 * 512 + 8 * 4 * 260 })
+        );
+        assert_eq!(H200.cut(100, 8192, 1088, 32), None);
     }
 }

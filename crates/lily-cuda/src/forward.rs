@@ -23,8 +23,6 @@ const FLASH_BLOCKS: u32 = 512;
 const GROUP: u32 = 16;
 /// See [`GROUP`].
 const GROUP_BY_COPIES: u32 = 4;
-/// Rows of a step that needs no list of work where weights come by bulk copies, as in `kernels/group.cu`.
-const FEW_ROWS: u32 = 32;
 
 /// Activations and results; made once, for the largest step.
 pub struct Buffers {
@@ -70,8 +68,6 @@ pub struct Buffers {
     pub middle_sums: Buffer,
     /// Behind down, per pair.
     pub expanded: Buffer,
-    /// How much of each piece of work is done; 0 between steps.
-    pub done: Buffer,
     /// Rows that logits are wanted for.
     pub wanted: Buffer,
     /// Logits of those.
@@ -104,8 +100,6 @@ impl Buffers {
         let splits = rows.max(SPLIT_ROWS as usize);
         let allocate = |bytes: usize| context.allocate(bytes, "activations");
         let floats = |n: usize| allocate(4 * n);
-        let done = floats(rows * slots)?;
-        context.fill(done.address(), 0, done.bytes())?;
         Ok(Self {
             step: allocate(layout.bytes())?,
             x: floats(rows * c.hidden_size)?,
@@ -128,7 +122,6 @@ impl Buffers {
             middle: floats(rows * slots * middle)?,
             middle_sums: floats(rows * slots * middle / 8)?,
             expanded: floats(rows * slots * c.hidden_size)?,
-            done,
             wanted: floats(rows * c.hidden_size)?,
             logits: floats(rows * c.vocab_size)?,
             adjusted: floats(MAX_SEGMENTS * c.vocab_size)?,
@@ -181,8 +174,6 @@ pub(crate) struct Product<'a> {
     pub add: bool,
     /// Kernels behind this one want the inputs as fragments.
     pub keep: bool,
-    /// The outputs are a router's logits: experts are chosen too. Only by clusters.
-    pub choose: bool,
 }
 
 /// Where a product's input comes from.
@@ -222,7 +213,7 @@ impl Device {
 
     fn layer(&self, w: &DeviceLayer, index: &mut KindIndex, plan: &Plan) -> Result<(), DriverError> {
         let (b, rows) = (&self.buffers, plan.rows as u32);
-        let product = |w, x, input, y, add| Product { w, x, input, y, rows, add, keep: false, choose: false };
+        let product = |w, x, input, y, add| Product { w, x, input, y, rows, add, keep: false };
         match &w.mixer {
             DeviceMixer::Gdn { input, vectors, output } => {
                 self.product(&product(input, &b.x, Input::Norm(&w.input_norm), &b.projected, false))?;
@@ -353,7 +344,8 @@ impl Device {
         args.u64(states).u64(s.sizes.recurrent as u64 / 4).u64(convs).u64(s.sizes.conv as u64 / 4);
         args.u64(b.mixed.address()).u64(b.squares.address());
         // Few sequences are spread over many blocks; for many, a block does once what its columns have in common.
-        let (name, columns) = if segments >= 4 && g.value_dim % 128 == 0 { ("delta_4", 128) } else { ("delta_1", 32) };
+        let (name, columns) =
+            if segments >= 4 && g.value_dim % 128 == 0 { ("delta_4", 128) } else { ("delta_1", 32) };
         self.launch(name, [(g.value_width() / columns) as u32, segments, 1], &mut args)
     }
 
@@ -395,31 +387,33 @@ impl Device {
 
     fn moe(&self, w: &DeviceMoe, gain: &Buffer, rows: u32) -> Result<(), DriverError> {
         let (b, m, hidden) = (&self.buffers, &self.config.moe, self.hidden());
-        let grouped = self.grouped && w.gate_up.packing == Packing::Q4 && w.down.packing == Packing::Q4;
         let (x, y) = (&b.x, &b.router);
-        let mut router =
-            Product { w: &w.router, x, input: Input::Norm(gain), y, rows, add: false, keep: true, choose: false };
-        // Of few rows the router chooses, and the experts' kernels find out for themselves who has which.
-        router.choose = grouped && rows <= FEW_ROWS;
-        router.choose = router.choose && self.clustered(&router)?;
-        if !router.choose {
-            self.product(&router)?;
-            let group = if grouped { GROUP_BY_COPIES } else { GROUP };
-            let mut args = Args::new();
-            args.u64(b.router.address()).u32(rows).u32(group).u64(b.weights.address()).u64(b.chosen.address());
-            args.u64(b.pairs.address()).u64(b.work.address()).u64(b.counts.address());
-            let shape = Shape { grid: [1, 1, 1], threads: 1024, shared: 0, overlap: true };
-            self.launch_with("route", shape, &mut args)?;
-        }
+        self.product(&Product {
+            w: &w.router,
+            x,
+            input: Input::Norm(gain),
+            y,
+            rows,
+            add: false,
+            keep: true,
+        })?;
+
+        let grouped = self.grouped && w.gate_up.packing == Packing::Q4 && w.down.packing == Packing::Q4;
+        let group = if grouped { GROUP_BY_COPIES } else { GROUP };
+        let mut args = Args::new();
+        args.u64(b.router.address()).u32(rows).u32(group).u64(b.weights.address()).u64(b.chosen.address());
+        args.u64(b.pairs.address()).u64(b.work.address()).u64(b.counts.address());
+        let shape = Shape { grid: [1, 1, 1], threads: 1024, shared: 0, overlap: true };
+        self.launch_with("route", shape, &mut args)?;
+
         if grouped {
-            self.experts_by_copies(w, rows, router.choose)?;
+            self.experts_by_copies(w)?;
         } else {
             self.experts(w, rows * (m.experts_per_token as u32 + 1))?;
         }
 
         let mut args = Args::new();
         args.u64(b.weights.address()).u64(b.expanded.address()).u64(b.x.address());
-        args.u64(b.done.address());
         self.launch("add_experts", [hidden.div_ceil(THREADS), rows, 1], &mut args)
     }
 
@@ -450,19 +444,22 @@ impl Device {
         self.launch(expert_name("down", w.down.packing), [blocks, most, 1], &mut args)
     }
 
-    /// The same, with weights by bulk copies. `chosen`: there is no list of work.
-    fn experts_by_copies(&self, w: &DeviceMoe, rows: u32, chosen: bool) -> Result<(), DriverError> {
-        let (b, kernel) = (&self.buffers, "experts_group_q4");
-        let mut args = Args::new();
-        args.words(&[&w.gate_up, &w.down].map(|s| [s.experts.address(), s.shared.address()]).concat());
-        args.u64(b.work.address()).u64(b.counts.address()).u64(b.pairs.address());
-        args.u64(if chosen { b.chosen.address() } else { 0 }).u32(rows);
+    /// The same, with weights by bulk copies.
+    fn experts_by_copies(&self, w: &DeviceMoe) -> Result<(), DriverError> {
+        let (b, sizes) = (&self.buffers, GroupSizes::new(&self.config));
+        let shape = |shared| Shape {
+            grid: [GROUP_BLOCKS * self.context.multiprocessors, 1, 1],
+            threads: THREADS + 64,
+            shared,
+            overlap: true,
+        };
+        let mut args = self.work(&w.gate_up);
         args.u64(b.fragments.address()).u64(b.sums.address()).u64(b.scale.address());
         args.u64(b.middle.address()).u64(b.middle_sums.address());
-        args.u64(b.done.address()).u64(b.expanded.address());
-        let grid = [GROUP_BLOCKS * self.context.multiprocessors, 1, 1];
-        let shape = Shape { grid, threads: THREADS + 64, shared: group_shared(&self.config), overlap: true };
-        self.launch_with(kernel, shape, &mut args)
+        self.launch_with("gate_up_group_q4", shape(sizes.gate_up), &mut args)?;
+        let mut args = self.work(&w.down);
+        args.u64(b.middle.address()).u64(b.middle_sums.address()).u64(b.expanded.address());
+        self.launch_with("down_group_q4", shape(sizes.down), &mut args)
     }
 
     /// Logits of the rows that want them.
@@ -477,7 +474,7 @@ impl Device {
             self.launch("gather", [plan.rows as u32, 1, 1], &mut args)?;
         }
         let (w, input, rows) = (self.weights.lm_head(), Input::Norm(&self.weights.norm), plan.logits as u32);
-        self.product(&Product { w, x, input, y: &b.logits, rows, add: false, keep: false, choose: false })
+        self.product(&Product { w, x, input, y: &b.logits, rows, add: false, keep: false })
     }
 
     /// Faults and draws; `blocks` blocks have noted their largest logit.
@@ -510,22 +507,37 @@ impl Device {
     }
 }
 
-/// Blocks of `experts_group_q4` on a multiprocessor: all run at a time, since they wait for each other.
+/// Blocks of the group kernels on a multiprocessor.
 const GROUP_BLOCKS: u32 = 2;
-/// Strips of weights that a block has in shared memory, as in `kernels/group.cu`.
-const RING: u32 = 2;
-/// Row blocks of a strip of `down`, as there.
+/// Strips of weights that a block of the group kernels has in shared memory, as in `kernels/group.cu`.
+const RING: u32 = 3;
+/// Row blocks of a strip of `down_group_q4`, as there.
 const DOWN_GROUP: u32 = 4;
 
-/// Whether a device has room for two blocks of `experts_group_q4` on each multiprocessor, with what it declares itself.
-pub fn group_fits(c: &Config, context: &Context) -> bool {
-    context.capability >= 90 && GROUP_BLOCKS * (group_shared(c) + (42 << 10)) <= context.shared_memory
+/// Dynamic shared memory of the group kernels.
+#[derive(Clone, Copy, Debug)]
+pub struct GroupSizes {
+    gate_up: u32,
+    down: u32,
 }
 
-/// Dynamic shared memory of `experts_group_q4`: a ring of strips.
-pub fn group_shared(c: &Config) -> u32 {
-    let strip = |width: usize| (width / TILE_COLS * Packing::Q4.tile_bytes()) as u32;
-    RING * strip(c.hidden_size).max(DOWN_GROUP * strip(c.moe.expert_width.max(c.moe.shared_width)))
+impl GroupSizes {
+    /// For a model.
+    pub fn new(c: &Config) -> Self {
+        let widest = c.moe.expert_width.max(c.moe.shared_width);
+        let strip = |width: usize| (width / TILE_COLS * Packing::Q4.tile_bytes()) as u32;
+        Self { gate_up: RING * strip(c.hidden_size), down: RING * DOWN_GROUP * strip(widest) }
+    }
+
+    /// By kernel.
+    pub fn shared(&self) -> [(&'static str, u32); 2] {
+        [("gate_up_group_q4", self.gate_up), ("down_group_q4", self.down)]
+    }
+
+    /// Whether a device can hold them; what the kernels declare themselves comes on top.
+    pub fn fit(&self, context: &Context) -> bool {
+        context.capability >= 90 && self.gate_up.max(self.down) + (40 << 10) <= context.shared_memory
+    }
 }
 
 /// Shared memory of the flash kernel: queries, and two stages of K and V.

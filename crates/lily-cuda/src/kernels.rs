@@ -93,7 +93,7 @@ pub const SOURCES: [Source; 10] = [
     Source {
         name: "group.cu",
         text: include_str!("../kernels/group.cu"),
-        kernels: &["experts_group_q4"],
+        kernels: &["gate_up_group_q4", "down_group_q4"],
     },
     Source { name: "head.cu", text: include_str!("../kernels/head.cu"), kernels: &["gather", "finish"] },
     Source {
