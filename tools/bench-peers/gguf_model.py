@@ -42,9 +42,11 @@ PACKED_SCALES = [160] * 8 + [0] * 4
 
 def random_blocks(kind: Type, count: int, deviation: float, rng: np.random.Generator) -> np.ndarray:
     """`count` blocks whose weights have mean 0 (half a step beside it, with Q4_0 and its like) and a deviation."""
-    blocks = np.frombuffer(bytearray(rng.bytes(count * BLOCKS[kind].itemsize)), BLOCKS[kind])
+    size = count * BLOCKS[kind].itemsize
+    # Whole words are ten times as fast as `rng.bytes`.
+    blocks = rng.integers(0, 2**64, -(-size // 8), np.uint64).view(np.uint8)[:size].view(BLOCKS[kind])
     step = deviation * 12**0.5 / 2 ** BITS[kind]
-    step = step * rng.uniform(0.75, 1.25, count)
+    step = step * (0.75 + 0.5 * rng.random(count, np.float32))
     if kind in (Type.Q4_K, Type.Q6_K):
         step /= SCALE
         blocks["scales"] = PACKED_SCALES if kind == Type.Q4_K else SCALE

@@ -1,15 +1,15 @@
 //! [`Backend`] on the CPU. A step is computed inside [`Backend::forward`]; `wait` hands out its results.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 use lily_model::backend::{
-    Backend, BackendError, Batch, Limits, SeqId, SnapshotId, StepOutput, Ticket, Tokens,
+    Backend, BackendError, Batch, Limits, Progress, Segment, SeqId, SnapshotId, StepOutput, Ticket, Tokens,
 };
 use lily_model::config::Config;
 use lily_model::weights::Weights;
 
-use smallvec::{SmallVec, smallvec};
+use smallvec::SmallVec;
 
 use crate::device::{Device, Isa, ThreadError};
 use crate::export;
@@ -148,45 +148,19 @@ impl CpuBackend {
         Ok(())
     }
 
-    /// Checks every rule of a batch before anything changes. Returns the token ids of each segment.
+    /// Checks a batch before anything changes. Returns the token ids of each segment.
     fn check(&self, batch: &Batch) -> Result<SmallVec<[SmallVec<[u32; 1]>; 4]>, BackendError> {
-        let invalid = |problem: String| Err(BackendError::InvalidBatch(problem));
-        let mut seen = HashSet::new();
-        let mut inputs = SmallVec::new();
-        for segment in &batch.segments {
-            let (id, sequence) = (segment.seq.0, self.sequence(segment.seq)?);
-            if !seen.insert(segment.seq) {
-                return invalid(format!("sequence {id} has two segments"));
+        batch.check(&self.limits, |seq| {
+            let s = self.sequences.get(&seq)?;
+            Some(Progress { len: s.tokens.len(), capacity: s.capacity, sampled: s.sampled.is_some() })
+        })?;
+        let ids = |segment: &Segment| match &segment.tokens {
+            Tokens::Ids(ids) => SmallVec::from_slice(ids),
+            Tokens::LastSampled => {
+                self.sequences.get(&segment.seq).and_then(|s| s.sampled).into_iter().collect()
             }
-            let ids: SmallVec<[u32; 1]> = match (&segment.tokens, sequence.sampled) {
-                (Tokens::Ids(ids), _) => SmallVec::from_slice(ids),
-                (Tokens::LastSampled, Some(token)) => smallvec![token],
-                (Tokens::LastSampled, None) => {
-                    return invalid(format!("sequence {id} has sampled nothing yet"));
-                }
-            };
-            let (len, start) = (sequence.tokens.len(), segment.start);
-            if start as usize != len {
-                return invalid(format!("sequence {id} continues at {start}, but has {len} tokens"));
-            }
-            if ids.is_empty() {
-                return invalid(format!("sequence {id} has a segment without tokens"));
-            }
-            if len + ids.len() > sequence.capacity {
-                let (end, capacity) = (len + ids.len(), sequence.capacity);
-                return invalid(format!("sequence {id} would have {end} tokens, its capacity is {capacity}"));
-            }
-            if let Some(token) = ids.iter().find(|&&t| t >= self.limits.vocab_size) {
-                let vocab = self.limits.vocab_size;
-                return invalid(format!("sequence {id} has token {token}, the vocabulary has {vocab}"));
-            }
-            inputs.push(ids);
-        }
-        let (tokens, most) = (inputs.iter().map(SmallVec::len).sum::<usize>(), self.limits.max_batch_tokens);
-        if tokens > most as usize {
-            return invalid(format!("{tokens} tokens in a step, the most is {most}"));
-        }
-        Ok(inputs)
+        };
+        Ok(batch.segments.iter().map(ids).collect())
     }
 
     fn step(

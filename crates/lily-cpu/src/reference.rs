@@ -42,6 +42,11 @@ pub struct LayerState {
 }
 
 impl State {
+    /// State behind so many tokens, of one's own making.
+    pub fn new(position: u32, layers: Vec<LayerState>) -> Self {
+        Self { position, layers }
+    }
+
     /// State of layer `i`; empty before the first token.
     pub fn layer(&self, i: usize) -> Option<&LayerState> {
         self.layers.get(i)

@@ -19,16 +19,14 @@ fn an_invalid_batch_is_refused_and_changes_nothing() {
     let mut backend = load("q4").backend();
     let a = backend.create(8).unwrap();
     feed(&mut backend, a, 0, &[1, 2]);
+    // Each rule has its test in lily-model; here, what this backend knows of its sequences.
     let ids = |seq, start, ids: &[u32]| vec![segment(seq, start, ids, Want::Nothing)];
     let last = vec![Segment { seq: a, start: 2, tokens: Tokens::LastSampled, want: Want::Nothing }];
     let cases = [
         (ids(a, 0, &[3]), "sequence 1 continues at 0, but has 2 tokens"),
-        (ids(a, 2, &[]), "without tokens"),
         (ids(a, 2, &[1; 7]), "sequence 1 would have 9 tokens, its capacity is 8"),
         (ids(a, 2, &[384]), "token 384, the vocabulary has 384"),
         (last, "has sampled nothing yet"),
-        ([ids(a, 2, &[1]), ids(a, 2, &[1])].concat(), "two segments"),
-        (ids(a, 2, &[1; 1025]), "would have"),
     ];
     for (segments, words) in cases {
         let e = backend.forward(&Batch { segments }).unwrap_err().to_string();

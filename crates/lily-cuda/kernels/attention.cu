@@ -7,7 +7,8 @@
 #define HALF_ROTARY (ROTARY / 2)
 #define PAGE_VALUES (PAGE * HEAD_DIM)  // of one K or V of one head
 
-// K/V of all sequences. Page p of an attention layer: [K or V, KV_HEADS, PAGE, HEAD_DIM] bf16, pages `stride` values apart.
+// K/V of all sequences. Page p of an attention layer: [K or V, KV_HEADS, PAGE, HEAD_DIM] bf16, pages `stride` values apart. The
+// 16-byte chunks of a row are turned by the row, so that eight rows' chunks lie in different banks of shared memory too.
 struct Cache {
     u16* values;      // of this layer
     u64 stride;       // between pages
@@ -19,6 +20,9 @@ __device__ __forceinline__ u16* page_of(const Cache& c, u32 slot, u32 position, 
     const u64 page = __ldcg(c.pages + (u64)slot * c.most + position / PAGE);
     return c.values + page * c.stride + (u64)(value * KV_HEADS + head) * PAGE_VALUES;
 }
+
+// Value `d` of a row, in the cache and in shared memory.
+__device__ __forceinline__ u32 turned(u32 row, u32 d) { return (d / 8 ^ (row & 7)) * 8 + d % 8; }
 
 // Cosines and sines of all positions, [positions, HALF_ROTARY]; in f64, since an f32 angle is off by 0.01 far out.
 extern "C" __global__ void __launch_bounds__(THREADS) rotary_table(const double* frequencies, float2* table, u32 positions) {
@@ -56,7 +60,7 @@ append(const Segment* segments, const Row* rows, const float* projected, const f
     if (!is_query && !is_key) {
 #pragma unroll
         for (int i = 0; i < N; i++)
-            if (i * 32 + lane < HEAD_DIM) page[i * 32 + lane] = (u16)pack_bf16(v[i], 0);
+            if (i * 32 + lane < HEAD_DIM) page[turned(row.position, i * 32 + lane)] = (u16)pack_bf16(v[i], 0);
         return;
     }
     const float scale = rsqrtf(warp_sum(squares) / HEAD_DIM + EPS);
@@ -71,16 +75,9 @@ append(const Segment* segments, const Row* rows, const float* projected, const f
     for (int i = 0; i < N; i++) {
         const u32 d = i * 32 + lane;
         if (d >= HEAD_DIM) continue;
-        float x = h[d];
-        if (d < HALF_ROTARY) {
-            const float2 a = __ldg(angles + d);
-            x = h[d] * a.x - h[d + HALF_ROTARY] * a.y;
-        } else if (d < ROTARY) {
-            const float2 a = __ldg(angles + d - HALF_ROTARY);
-            x = h[d] * a.x + h[d - HALF_ROTARY] * a.y;
-        }
+        const float x = rotated(h, d, angles);
         if (is_query) queries[(index * HEADS + head) * HEAD_DIM + d] = x * (rsqrtf((float)HEAD_DIM));
-        else page[d] = (u16)pack_bf16(x, 0);
+        else page[turned(row.position, d)] = (u16)pack_bf16(x, 0);
     }
 }
 
@@ -103,7 +100,7 @@ __device__ __forceinline__ void load_matrices_transposed(u32 (&r)[4], const u8* 
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(p)) : "memory");
 }
-// 16-byte chunks of a row, turned by the row so that eight rows' chunks lie in different banks.
+// 16-byte chunks of a row in shared memory, turned as in the cache.
 __device__ __forceinline__ const u8* chunk(const u8* tile, u32 row, u32 c) {
     return tile + row * (HEAD_DIM * 2) + ((c ^ (row & 7)) * 16);
 }
@@ -128,22 +125,18 @@ __device__ __forceinline__ u32 used_splits(u32 position, u32 splits) {
     return (pages + per - 1) / per;
 }
 
-// Grid: (splits, KV_HEADS, rows). partial: [rows, HEADS, splits, HEAD_DIM], not yet divided by the sums in `stats`,
-// [rows, HEADS, splits].
-extern "C" __global__ void __launch_bounds__(FLASH_THREADS)
-flash(const Segment* segments, const Row* rows, const float* queries, Cache cache, float* partial, Softmax* stats) {
+// One split of a row; returns whether it has a page. partial: [rows, HEADS, splits, HEAD_DIM], not yet divided by the sums in
+// `stats`, [rows, HEADS, splits].
+__device__ __forceinline__ bool flash_split(const Row& row, u32 slot, u32 split, u32 splits, const float* queries, const Cache& cache,
+                                            float* partial, Softmax* stats) {
     extern __shared__ __align__(128) u8 shared[];
     u8* q_tile = shared;                                   // 16 x HEAD_DIM
     u8* stages = shared + 16 * HEAD_DIM * 2;               // FLASH_STAGES x (K, V)
     const u32 tid = threadIdx.x, warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
-    launch_dependents();
-    const Row row = rows[blockIdx.z];
-    const u32 kv_head = blockIdx.y, split = blockIdx.x, splits = gridDim.x;
+    const u32 kv_head = blockIdx.y;
     u32 begin, end;
     page_range(row.position, split, splits, begin, end);
-    wait_for_inputs();
-    if (begin >= end) return;
-    const u32 slot = segments[row.segment].slot;
+    if (begin >= end) return false;
     auto fetch = [&](u32 page) {
         if (page < end) {
             u8* to = stages + page % FLASH_STAGES * (2 * PAGE_BYTES);
@@ -155,7 +148,7 @@ flash(const Segment* segments, const Row* rows, const float* queries, Cache cach
                 for (u32 i = tid; i < keys * CHUNKS; i += FLASH_THREADS) {
                     const u32 key = i / CHUNKS, c = i % CHUNKS;
                     // What lies behind the sequence's end may be anything: zeros stand in for it.
-                    copy16((u8*)chunk(to + value * PAGE_BYTES, key, c), from + key * HEAD_DIM + c * 8, page * PAGE + key <= row.position);
+                    copy16(to + value * PAGE_BYTES + key * (HEAD_DIM * 2) + c * 16, from + key * HEAD_DIM + c * 8, page * PAGE + key <= row.position);
                 }
             }
         }
@@ -274,6 +267,20 @@ flash(const Segment* segments, const Row* rows, const float* queries, Cache cach
         for (int w = 0; w < FLASH_WARPS; w++) value = fmaf(parts[(w * 8 + head) * HEAD_DIM + d], scales[w][head], value);
         partial[(((u64)blockIdx.z * HEADS + kv_head * RATIO + head) * splits + split) * HEAD_DIM + d] = value;
     }
+    return true;
+}
+
+// Grid: (any, KV_HEADS, rows): blocks of x stride over the splits.
+extern "C" __global__ void __launch_bounds__(FLASH_THREADS)
+flash(const Segment* segments, const Row* rows, const float* queries, Cache cache, u32 splits, float* partial, Softmax* stats) {
+    launch_dependents();
+    const Row row = rows[blockIdx.z];
+    const u32 slot = segments[row.segment].slot;
+    wait_for_inputs();
+    for (u32 split = blockIdx.x; split < splits; split += gridDim.x) {
+        if (!flash_split(row, slot, split, splits, queries, cache, partial, stats)) return;
+        __syncthreads();  // shared memory is used again
+    }
 }
 
 // Joins a row's splits and applies the output gate: attended, [rows, QUERY]. Grid: (HEADS, rows), HEAD_DIM threads.
@@ -291,8 +298,8 @@ combine(const Row* rows, const float* projected, const float* partial, const Sof
 #pragma unroll 8
     for (u32 s = 0; s < used; s++) {
         const float scale = __expf(__ldcg(&stats[at + s].max) - high);
-        total += scale * __ldcg(&stats[at + s].sum);
-        value += scale * __ldcg(partial + (at + s) * HEAD_DIM + d);
+        total = fmaf(scale, __ldcg(&stats[at + s].sum), total);
+        value = fmaf(scale, __ldcg(partial + (at + s) * HEAD_DIM + d), value);
     }
     attended[index * QUERY + head * HEAD_DIM + d] = value / total * sigmoid(gate);
 }

@@ -101,6 +101,40 @@ template <int J> __device__ __forceinline__ u32 unpack8(u32 word) {
     return add_bf16(add_bf16(low, 0xc300c300u), add_bf16(high, 0xc500c500u));
 }
 
+// The sum of eight parts of a delta rule's rows, in the order that all its kernels have.
+__device__ __forceinline__ float sum_of_eighths(const float (&parts)[8][32], int lane) {
+    return ((parts[0][lane] + parts[1][lane]) + (parts[2][lane] + parts[3][lane])) +
+           ((parts[4][lane] + parts[5][lane]) + (parts[6][lane] + parts[7][lane]));
+}
+
+// --- steps of the delta rule and of the rotation, spelt out so that all kernels round alike ---
+
+// What is the same for all columns of a value head.
+struct Gates {
+    float q_scale, k_scale, alpha, beta, qk;
+};
+// From the sums of q q, k k and q k over the head, and the head's projections a and b.
+__device__ __forceinline__ Gates delta_gates(float qq, float kk, float qk, float a, float b, float rate, float bias) {
+    const float decay = a + bias, softplus = fmaxf(decay, 0.0f) + log1pf(expf(-fabsf(decay)));
+    return Gates{__fmul_rn(rsqrtf(qq + 1e-6f), rsqrtf((float)DK)), rsqrtf(kk + 1e-6f), expf(__fmul_rn(rate, softplus)), sigmoid(b), qk};
+}
+// One column, from S^T k and S^T q of the state before its decay: what is read out, and what each key adds to the state. The
+// error is that of the decayed state; the readout of the updated state is alpha S^T q + (k q) error.
+__device__ __forceinline__ void delta_column(const Gates& g, float sk, float sq, float v, float& out, float& step) {
+    const float error = __fmul_rn(g.beta, fmaf(-__fmul_rn(g.alpha, g.k_scale), sk, v));
+    out = fmaf(__fmul_rn(g.alpha, g.q_scale), sq, __fmul_rn(__fmul_rn(__fmul_rn(g.qk, g.q_scale), g.k_scale), error));
+    step = __fmul_rn(g.k_scale, error);
+}
+__device__ __forceinline__ float delta_state(float alpha, float s, float k, float step) { return fmaf(k, step, __fmul_rn(alpha, s)); }
+
+// Value `d` of a head `h` whose first ROTARY values are rotated in pairs d, d + ROTARY / 2.
+__device__ __forceinline__ float rotated(const float* h, u32 d, const float2* angles) {
+    if (d >= ROTARY) return h[d];
+    const float2 a = __ldg(angles + d % (ROTARY / 2));
+    const float sine = d < ROTARY / 2 ? -__fmul_rn(h[d + ROTARY / 2], a.y) : __fmul_rn(h[d - ROTARY / 2], a.y);
+    return fmaf(h[d], a.x, sine);
+}
+
 // One lane's share of a tile.
 template <int FORM> struct Tile;
 template <> struct Tile<Q4> {
@@ -239,6 +273,12 @@ __device__ __forceinline__ Fragment load_fragment(const u8* fragments, long long
     return f;
 }
 
+// The same of one row's tile in shared memory: this lane's token's.
+__device__ __forceinline__ Fragment load_staged(const u8* p, int lane) {
+    p += ((lane & 3) * 2 + ((lane >> 2) & 1)) * 16;
+    return Fragment{*(const uint4*)p, *(const uint4*)(p + 128)};
+}
+
 // --- inputs become fragments ---
 
 // How an input is read.
@@ -352,27 +392,28 @@ __device__ __forceinline__ u32 order_key(float x) {
     if (x != x) return 0;
     return b & 0x80000000u ? ~b : b | 0x80000000u;
 }
+__device__ __forceinline__ float value_of_key(u32 key) { return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
 
 // The TOP_K largest of EXPERTS logits by one warp, by falling value, of equal ones the smaller index first. Lane k < TOP_K
-// gets index and value of the k-th. A lane has consecutive ones, so that the first of several equal lanes has the smaller.
-__device__ __forceinline__ void warp_top_k(const float* logits, int lane, u32& index, float& value) {
-    constexpr int N = (EXPERTS + 31) / 32, SPAN = N <= 1 ? 1 : N <= 2 ? 2 : N <= 4 ? 4 : N <= 8 ? 8 : N <= 16 ? 16 : 32;
-    u32 keys[SPAN];
-#pragma unroll
-    for (int i = 0; i < SPAN; i++) keys[i] = i < N && lane * N + i < EXPERTS ? order_key(__ldcg(logits + lane * N + i)) : 0u;
+// gets index and value of the k-th. `keys`: the order keys of a lane's consecutive logits, so that the first of several equal
+// lanes has the smaller index; 0 where there is none.
+#define LANE_EXPERTS ((EXPERTS + 31) / 32)
+#define LANE_KEYS (LANE_EXPERTS <= 1 ? 1 : LANE_EXPERTS <= 2 ? 2 : LANE_EXPERTS <= 4 ? 4 : LANE_EXPERTS <= 8 ? 8 : LANE_EXPERTS <= 16 ? 16 : 32)
+__device__ __forceinline__ void top_k_of_keys(const u32 (&keys)[LANE_KEYS], int lane, u32& index, float& value) {
     index = 0;
+    value = 0;
     u32 taken = 0;  // a bit per key of this lane
 #pragma unroll 1
     for (int k = 0; k < TOP_K; k++) {
-        u32 best[SPAN];
-        u32 at[SPAN];
+        u32 best[LANE_KEYS];
+        u32 at[LANE_KEYS];
 #pragma unroll
-        for (int i = 0; i < SPAN; i++) {
+        for (int i = 0; i < LANE_KEYS; i++) {
             best[i] = taken >> i & 1 ? 0u : keys[i];
             at[i] = i;
         }
 #pragma unroll
-        for (int width = SPAN / 2; width >= 1; width /= 2)
+        for (int width = LANE_KEYS / 2; width >= 1; width /= 2)
 #pragma unroll
             for (int i = 0; i < width; i++) {
                 // Neighbours meet, so that the left one always has the smaller index.
@@ -382,12 +423,22 @@ __device__ __forceinline__ void warp_top_k(const float* logits, int lane, u32& i
             }
         const u32 top = __reduce_max_sync(FULL, best[0]);
         const int winner = __ffs(__ballot_sync(FULL, best[0] == top)) - 1;
-        const u32 found = winner * N + __shfl_sync(FULL, at[0], winner);
+        const u32 found = winner * LANE_EXPERTS + __shfl_sync(FULL, at[0], winner);
         if (lane == winner) taken |= 1u << at[0];
-        if (lane == k) index = found;
+        if (lane == k) {
+            index = min(found, (u32)EXPERTS - 1);
+            value = value_of_key(top);
+        }
     }
-    index = min(index, (u32)EXPERTS - 1);
-    value = lane < TOP_K ? __ldcg(logits + index) : 0.0f;
+}
+
+// The same of logits in memory.
+__device__ __forceinline__ void warp_top_k(const float* logits, int lane, u32& index, float& value) {
+    u32 keys[LANE_KEYS];
+#pragma unroll
+    for (int i = 0; i < LANE_KEYS; i++)
+        keys[i] = i < LANE_EXPERTS && lane * LANE_EXPERTS + i < EXPERTS ? order_key(__ldcg(logits + lane * LANE_EXPERTS + i)) : 0u;
+    top_k_of_keys(keys, lane, index, value);
 }
 
 // Weights of the chosen experts: softmax over all, renormalised over the chosen, is softmax over the chosen.

@@ -1,16 +1,15 @@
 // Gated DeltaNet between its two projections: docs/model-spec.md, section 3.
 //
-// One block has 32 of a value head's columns of one sequence. Its 128 threads are 4 groups of 32 columns; a thread keeps
-// DK / 4 rows of the state of its column in registers over all tokens of the segment.
+// A block has 32 C of a value head's columns of one sequence. Its eight warps have an eighth of the state's rows each, a lane C
+// columns of them, in registers over all tokens of the segment.
 
 #define CHANNELS (2 * KEY_HEADS * DK + VALUE_HEADS * DV)
 #define PROJECTED (CHANNELS + VALUE_HEADS * DV + 2 * VALUE_HEADS)  // q k v | z | b | a
 #define PAST (TAPS - 1)
-#define GROUPS 4
-#define ROWS (DK / GROUPS)
-#define GDN_THREADS 128
-#define L2_EPS 1e-6f
-#define PER_THREAD ((DK + GDN_THREADS - 1) / GDN_THREADS)
+#define KEY_WARPS 4  // warps that have channels of q and k, the others have those of v
+#define KEY_THREADS (KEY_WARPS * 32)
+#define PER_THREAD ((DK + KEY_THREADS - 1) / KEY_THREADS)
+#define ROWS ((DK + WARPS - 1) / WARPS)
 
 // One channel of the convolution over the last inputs and the new one, then SiLU; the window moves on.
 struct Channel {
@@ -30,8 +29,8 @@ struct Channel {
     __device__ __forceinline__ float step(float u) {
         float sum = 0;
 #pragma unroll
-        for (int j = 0; j < PAST; j++) sum += taps[j] * past[j];
-        sum += taps[PAST] * u;
+        for (int j = 0; j < PAST; j++) sum = fmaf(taps[j], past[j], sum);
+        sum = fmaf(taps[PAST], u, sum);
 #pragma unroll
         for (int j = 0; j + 1 < PAST; j++) past[j] = past[j + 1];
         past[PAST - 1] = u;
@@ -44,105 +43,212 @@ struct Channel {
     }
 };
 
-// Grid: (VALUE_HEADS * VALUE_SPLIT, segments). projected: [rows, PROJECTED]. states: per slot [VALUE_HEADS, DK, DV]; convs:
-// per slot 2 x [PAST, CHANNELS], of which `parity` is read and the other written. gated: [rows, VALUE_HEADS * DV], the
-// readout times norm gain and SiLU(z) but not 1 / rms; squares: [rows, VALUE_HEADS, VALUE_SPLIT], for that.
-extern "C" __global__ void __launch_bounds__(GDN_THREADS, 4)
-delta(const Segment* segments, const float* projected, const float* conv_weights, const float* a_log, const float* dt_bias,
-      const float* norm, float* states, u64 state_stride, float* convs, u64 conv_stride, float* gated, float* squares) {
-    __shared__ float q[2][DK], k[2][DK];
-    __shared__ float sums[2][3][GROUPS];
-    __shared__ float columns[2][2][GROUPS][32];
+// C consecutive values, of which all or none are wanted.
+template <int C> __device__ __forceinline__ void load_some(const float* p, float (&out)[C]) {
+    if constexpr (C == 4) {
+        const float4 v = __ldcg((const float4*)p);
+        out[0] = v.x; out[1] = v.y; out[2] = v.z; out[3] = v.w;
+    } else {
+#pragma unroll
+        for (int c = 0; c < C; c++) out[c] = __ldcg(p + c);
+    }
+}
+template <int C> __device__ __forceinline__ void store_some(float* p, const float (&in)[C]) {
+    if constexpr (C == 4) {
+        *(float4*)p = make_float4(in[0], in[1], in[2], in[3]);
+    } else {
+#pragma unroll
+        for (int c = 0; c < C; c++) p[c] = in[c];
+    }
+}
+template <int C> __device__ __forceinline__ void read_some(const float* p, float (&out)[C]) {
+    if constexpr (C == 4) {
+        const float4 v = *(const float4*)p;
+        out[0] = v.x; out[1] = v.y; out[2] = v.z; out[3] = v.w;
+    } else {
+#pragma unroll
+        for (int c = 0; c < C; c++) out[c] = p[c];
+    }
+}
+
+// The sum over 32 columns, of which each of 32 / C lanes has C: as `warp_sum` adds them up where every lane has one.
+template <int C> __device__ __forceinline__ float sum_of_columns(const float (&in)[C]) {
+    float x[C];
+#pragma unroll
+    for (int c = 0; c < C; c++) x[c] = in[c];
+#pragma unroll
+    for (int o = 16 / C; o; o >>= 1)
+#pragma unroll
+        for (int c = 0; c < C; c++) x[c] += __shfl_xor_sync(FULL, x[c], o);
+#pragma unroll
+    for (int o = C / 2; o; o >>= 1)
+#pragma unroll
+        for (int c = 0; c < o; c++) x[c] += x[c + o];
+    return x[0];
+}
+
+// Sums of eight parts, in one order for all kernels: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)).
+template <int C> __device__ __forceinline__ void sum_of_parts(const float (*parts)[32 * C], int lane, float (&out)[C]) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        float sum[C], p[C];
+#pragma unroll
+        for (int pair = 0; pair < 2; pair++) {
+            float a[C];
+            read_some<C>(&parts[half * 4 + pair * 2][lane * C], a);
+            read_some<C>(&parts[half * 4 + pair * 2 + 1][lane * C], p);
+#pragma unroll
+            for (int c = 0; c < C; c++) sum[c] = pair == 0 ? a[c] + p[c] : sum[c] + (a[c] + p[c]);
+        }
+#pragma unroll
+        for (int c = 0; c < C; c++) out[c] = half == 0 ? sum[c] : out[c] + sum[c];
+    }
+}
+
+// projected: [rows, PROJECTED]. states: per slot [VALUE_HEADS, DK, DV]; convs: per slot 2 x [PAST, CHANNELS], of which `parity`
+// is read and the other written. gated: [rows, VALUE_HEADS * DV], the readout times norm gain and SiLU(z) but not 1 / rms;
+// squares: [rows, VALUE_HEADS, VALUE_SPLIT], for that. Grid: (VALUE_HEADS * DV / (32 C), segments).
+template <int C>
+__device__ __forceinline__ void delta(const Segment* segments, const float* projected, const float* conv_weights, const float* a_log,
+                                      const float* dt_bias, const float* norm, float* states, u64 state_stride, float* convs,
+                                      u64 conv_stride, float* gated, float* squares) {
+    constexpr int COLUMNS = 32 * C;
+    __shared__ __align__(16) float q[2][WARPS * ROWS], k[2][WARPS * ROWS], values[2][COLUMNS], gates[2][COLUMNS], gains[COLUMNS];
+    __shared__ float sums[2][3][KEY_WARPS];
+    __shared__ __align__(16) float columns[2][2][WARPS][COLUMNS];
     const Segment segment = segments[blockIdx.y];
-    const u32 head = blockIdx.x / VALUE_SPLIT, part = blockIdx.x % VALUE_SPLIT, key_head = head / (VALUE_HEADS / KEY_HEADS);
-    const u32 tid = threadIdx.x, group = tid / 32, lane = tid % 32, column = part * 32 + lane;
+    const u32 head = blockIdx.x / (DV / COLUMNS), part = blockIdx.x % (DV / COLUMNS), key_head = head / (VALUE_HEADS / KEY_HEADS);
+    const u32 tid = threadIdx.x, warp = tid / 32, lane = tid % 32, column = part * COLUMNS + lane * C;
     launch_dependents();
 
     // All of this was written by earlier steps or never: it may come before the wait.
-    float* state = states + segment.slot * state_stride + ((u64)head * DK + group * ROWS) * DV + column;
-    float s[ROWS];
+    float* state = states + segment.slot * state_stride + ((u64)head * DK + warp * ROWS) * DV + column;
+    float s[ROWS][C];
 #pragma unroll
-    for (int i = 0; i < ROWS; i++) s[i] = __ldcg(state + (u64)i * DV);
+    for (int i = 0; i < ROWS; i++) {
+#pragma unroll
+        for (int c = 0; c < C; c++) s[i][c] = 0;
+        if (DK % WARPS == 0 || warp * ROWS + i < DK) load_some<C>(state + (u64)i * DV, s[i]);
+    }
     const float* conv_in = convs + segment.slot * conv_stride + segment.parity * (u64)(PAST * CHANNELS);
     float* conv_out = convs + segment.slot * conv_stride + (1 - segment.parity) * (u64)(PAST * CHANNELS);
-    Channel cq[PER_THREAD], ck[PER_THREAD], cv;
+    // Channels of q and k, or (in `first[0]`) one of v.
+    Channel first[PER_THREAD], second[PER_THREAD];
+    const bool has_keys = warp < KEY_WARPS;
 #pragma unroll
     for (int i = 0; i < PER_THREAD; i++) {
-        const u32 d = tid + i * GDN_THREADS;
-        cq[i].load(key_head * DK + d, d < DK, conv_in, conv_weights);
-        ck[i].load(KEY_HEADS * DK + key_head * DK + d, d < DK, conv_in, conv_weights);
+        const u32 d = has_keys ? tid + i * KEY_THREADS : tid - KEY_THREADS;
+        const bool value = !has_keys && i == 0 && d < COLUMNS, key = has_keys && d < DK;
+        first[i].load(has_keys ? key_head * DK + d : 2 * KEY_HEADS * DK + head * DV + part * COLUMNS + d, key || value, conv_in, conv_weights);
+        second[i].load(KEY_HEADS * DK + key_head * DK + d, key, conv_in, conv_weights);
     }
-    // Every group computes the values of the block's columns, so that none has to pass them on.
-    cv.load(2 * KEY_HEADS * DK + head * DV + column, true, conv_in, conv_weights);
-    const float rate = -expf(__ldg(a_log + head)), bias = __ldg(dt_bias + head), gain = __ldg(norm + column);
+    const float rate = -expf(__ldg(a_log + head)), bias = __ldg(dt_bias + head);
+    if (tid < COLUMNS) gains[tid] = __ldg(norm + part * COLUMNS + tid);
+    if (DK % WARPS != 0 && tid < WARPS * ROWS - DK) q[0][DK + tid] = q[1][DK + tid] = k[0][DK + tid] = k[1][DK + tid] = 0;
     wait_for_inputs();
 
     for (u32 r = 0; r < segment.rows; r++) {
         const u64 row = segment.first + r;
         const float* u = projected + row * PROJECTED;
         const u32 buffer = r & 1;
-        const float z = __ldcg(u + CHANNELS + head * DV + column);
         const float b = __ldcg(u + CHANNELS + VALUE_HEADS * DV + head);
         const float a = __ldcg(u + CHANNELS + VALUE_HEADS * DV + VALUE_HEADS + head);
-        const float v = cv.step(__ldcg(u + cv.index));
-        float qq = 0, kk = 0, qk = 0;
+        if (has_keys) {
+            float qq = 0, kk = 0, qk = 0;
 #pragma unroll
-        for (int i = 0; i < PER_THREAD; i++) {
-            if (!cq[i].active) continue;
-            const float x = cq[i].step(__ldcg(u + cq[i].index)), y = ck[i].step(__ldcg(u + ck[i].index));
-            q[buffer][tid + i * GDN_THREADS] = x;
-            k[buffer][tid + i * GDN_THREADS] = y;
-            qq += x * x;
-            kk += y * y;
-            qk += x * y;
-        }
-        qq = warp_sum(qq);
-        kk = warp_sum(kk);
-        qk = warp_sum(qk);
-        if (lane == 0) {
-            sums[buffer][0][group] = qq;
-            sums[buffer][1][group] = kk;
-            sums[buffer][2][group] = qk;
+            for (int i = 0; i < PER_THREAD; i++) {
+                if (!first[i].active) continue;
+                const float x = first[i].step(__ldcg(u + first[i].index)), y = second[i].step(__ldcg(u + second[i].index));
+                q[buffer][tid + i * KEY_THREADS] = x;
+                k[buffer][tid + i * KEY_THREADS] = y;
+                qq = fmaf(x, x, qq);
+                kk = fmaf(y, y, kk);
+                qk = fmaf(x, y, qk);
+            }
+            qq = warp_sum(qq);
+            kk = warp_sum(kk);
+            qk = warp_sum(qk);
+            if (lane == 0) {
+                sums[buffer][0][warp] = qq;
+                sums[buffer][1][warp] = kk;
+                sums[buffer][2][warp] = qk;
+            }
+        } else if (first[0].active) {
+            const float z = __ldcg(u + CHANNELS + head * DV + part * COLUMNS + tid - KEY_THREADS);
+            values[buffer][tid - KEY_THREADS] = first[0].step(__ldcg(u + first[0].index));
+            gates[buffer][tid - KEY_THREADS] = silu(z);
         }
         __syncthreads();
         float n[3];
 #pragma unroll
         for (int i = 0; i < 3; i++) n[i] = (sums[buffer][i][0] + sums[buffer][i][1]) + (sums[buffer][i][2] + sums[buffer][i][3]);
-        const float q_scale = rsqrtf(n[0] + L2_EPS) * rsqrtf((float)DK), k_scale = rsqrtf(n[1] + L2_EPS);
-        const float sp = a + bias, alpha = expf(rate * (fmaxf(sp, 0.0f) + log1pf(expf(-fabsf(sp))))), beta = sigmoid(b);
+        const Gates g = delta_gates(n[0], n[1], n[2], a, b, rate, bias);
         // S^T k and S^T q of the state before its decay.
-        float sk = 0, sq = 0;
+        float sk[C], sq[C];
+#pragma unroll
+        for (int c = 0; c < C; c++) sk[c] = sq[c] = 0;
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
-            sk += s[i] * k[buffer][group * ROWS + i];
-            sq += s[i] * q[buffer][group * ROWS + i];
+            const float ki = k[buffer][warp * ROWS + i], qi = q[buffer][warp * ROWS + i];
+#pragma unroll
+            for (int c = 0; c < C; c++) {
+                sk[c] = fmaf(s[i][c], ki, sk[c]);
+                sq[c] = fmaf(s[i][c], qi, sq[c]);
+            }
         }
-        columns[buffer][0][group][lane] = sk;
-        columns[buffer][1][group][lane] = sq;
+        store_some<C>(&columns[buffer][0][warp][lane * C], sk);
+        store_some<C>(&columns[buffer][1][warp][lane * C], sq);
         __syncthreads();
-        sk = (columns[buffer][0][0][lane] + columns[buffer][0][1][lane]) + (columns[buffer][0][2][lane] + columns[buffer][0][3][lane]);
-        sq = (columns[buffer][1][0][lane] + columns[buffer][1][1][lane]) + (columns[buffer][1][2][lane] + columns[buffer][1][3][lane]);
-        // Error against the decayed state; the readout of the updated state is alpha S^T q + (k q) error.
-        const float error = beta * (v - alpha * k_scale * sk);
-        const float o = alpha * q_scale * sq + n[2] * q_scale * k_scale * error;
-        const float step = k_scale * error;
+        float v[C], o[C], step[C];
+        sum_of_parts<C>(columns[buffer][0], lane, sk);
+        read_some<C>(&values[buffer][lane * C], v);
+        asm volatile("" ::: "memory");  // registers do not suffice for both sums' parts at a time
+        sum_of_parts<C>(columns[buffer][1], lane, sq);
 #pragma unroll
-        for (int i = 0; i < ROWS; i++) s[i] = alpha * s[i] + k[buffer][group * ROWS + i] * step;
-        if (group == 0) {
-            gated[row * (VALUE_HEADS * DV) + head * DV + column] = o * gain * silu(z);
-            const float square = warp_sum(o * o);
-            if (lane == 0) squares[(row * VALUE_HEADS + head) * VALUE_SPLIT + part] = square;
+        for (int c = 0; c < C; c++) {
+            delta_column(g, sk[c], sq[c], v[c], o[c], step[c]);
+        }
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) {
+            const float ki = k[buffer][warp * ROWS + i];
+#pragma unroll
+            for (int c = 0; c < C; c++) s[i][c] = delta_state(g.alpha, s[i][c], ki, step[c]);
+        }
+        if (warp == 0) {
+            float out[C], square[C], gain[C], gate[C];
+            read_some<C>(&gains[lane * C], gain);
+            read_some<C>(&gates[buffer][lane * C], gate);
+#pragma unroll
+            for (int c = 0; c < C; c++) {
+                out[c] = o[c] * gain[c] * gate[c];
+                square[c] = __fmul_rn(o[c], o[c]);
+            }
+            store_some<C>(gated + row * (VALUE_HEADS * DV) + head * DV + column, out);
+            const float sum = sum_of_columns<C>(square);
+            if (lane % (32 / C) == 0) squares[(row * VALUE_HEADS + head) * VALUE_SPLIT + column / 32] = sum;
         }
     }
 #pragma unroll
-    for (int i = 0; i < ROWS; i++) state[(u64)i * DV] = s[i];
-    // Blocks that share channels would write the same: one of them does.
-    if (part == 0 && head % (VALUE_HEADS / KEY_HEADS) == 0) {
+    for (int i = 0; i < ROWS; i++)
+        if (DK % WARPS == 0 || warp * ROWS + i < DK) store_some<C>(state + (u64)i * DV, s[i]);
+    // Blocks that share channels of q and k would write the same: one of them does.
+    const bool writes_keys = part == 0 && head % (VALUE_HEADS / KEY_HEADS) == 0;
 #pragma unroll
-        for (int i = 0; i < PER_THREAD; i++) {
-            cq[i].store(conv_out);
-            ck[i].store(conv_out);
-        }
+    for (int i = 0; i < PER_THREAD; i++) {
+        if (has_keys ? writes_keys : i == 0) first[i].store(conv_out);
+        if (has_keys && writes_keys) second[i].store(conv_out);
     }
-    if (group == 0) cv.store(conv_out);
 }
+
+#define DELTA(name, columns)                                                                                                       \
+    extern "C" __global__ void __launch_bounds__(THREADS, 2) name(                                                                 \
+        const Segment* segments, const float* projected, const float* conv_weights, const float* a_log, const float* dt_bias,      \
+        const float* norm, float* states, u64 state_stride, float* convs, u64 conv_stride, float* gated, float* squares) {         \
+        delta<columns>(segments, projected, conv_weights, a_log, dt_bias, norm, states, state_stride, convs, conv_stride, gated, squares); \
+    }
+DELTA(delta_1, 1)
+#if DV % 128 == 0
+DELTA(delta_4, 4)
+#else
+DELTA(delta_4, 1)
+#endif

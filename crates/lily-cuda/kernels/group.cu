@@ -1,135 +1,287 @@
-// Experts for several tokens, from 4-bit weights: what `gate_up` and `down` of moe.cu compute, with the weights of a block's
-// row blocks on their way into shared memory at once. Needs compute capability 9.0.
+// Experts for several tokens, from 4-bit weights: what `gate_up` and `down` of moe.cu compute. Strips of weights are dealt to
+// blocks evenly and in order. Of a block's warps one brings strips through a ring in shared memory, eight multiply, and one
+// adds up what they got, so that the others need not wait for it. Needs compute capability 9.0.
 
 extern __shared__ __align__(128) u8 shared[];
 
-#define GATE_UP_GROUP 5  // row blocks of a block
-#define DOWN_GROUP 16
+#define RING 3           // strips in shared memory
+#define DOWN_GROUP 4     // row blocks of a strip of `down`
+#define PARTS 8          // row blocks whose eight warps' sums are in shared memory
+#define BRINGER WARPS    // the warps behind those that multiply
+#define ADDER (WARPS + 1)
+#define GROUP_THREADS (THREADS + 64)
+#define DOWN_STRIPS ((HIDDEN_BLOCKS + DOWN_GROUP - 1) / DOWN_GROUP)
 
-// What a block works on: up to GROUP pairs of one expert.
-struct Piece {
-    Work work;
-    u32 pair[GROUP];
-    u32 row[GROUP];  // of the input
+#define PART (TILE_ROWS * 4)  // sums of a row block: [row][pair]
+
+struct Ring {
+    u64 full[RING], empty[RING];
+    u64 added[PARTS], summed[PARTS];  // of parts: free again, and there
 };
 
-// Reads piece `index`; false if there is none. All threads.
-__device__ __forceinline__ bool read_piece(Piece& p, const Work* work, const u32* counts, const u32* pairs, u32 index, u32 per_row) {
-    if (index >= __ldcg(counts)) return false;
-    const Work w = work[index];
-    if (threadIdx.x < w.count) {
-        const u32 pair = __ldcg(pairs + w.first + threadIdx.x);
-        p.pair[threadIdx.x] = pair;
-        p.row[threadIdx.x] = pair / per_row;
+// One of the pieces of work, and which of its strips.
+struct Strip {
+    u32 piece, index;
+    u32 left;  // strips of this piece from here on
+};
+
+// The strips of a block. Pieces of routed experts have ROUTED strips each; those of the shared one come behind them.
+template <u32 ROUTED, u32 SHARED> struct Deal {
+    u32 routed, begin, end;
+    __device__ __forceinline__ explicit Deal(const u32* counts) {
+        const uint2 n = __ldcg((const uint2*)counts);
+        routed = n.y;
+        const u64 all = (u64)n.y * ROUTED + (u64)(n.x - n.y) * SHARED;
+        begin = blockIdx.x * all / gridDim.x;
+        end = (blockIdx.x + 1) * all / gridDim.x;
     }
-    if (threadIdx.x == 0) p.work = w;
-    return true;
+    __device__ __forceinline__ Strip at(u32 i) const {
+        if (i < routed * ROUTED) return Strip{i / ROUTED, i % ROUTED, ROUTED - i % ROUTED};
+        const u32 j = i - routed * ROUTED;
+        return Strip{routed + j / SHARED, j % SHARED, SHARED - j % SHARED};
+    }
+};
+
+__device__ __forceinline__ Work read_work(const Work* work, u32 piece) {
+    const uint4 w = __ldcg((const uint4*)(work + piece));
+    return Work{w.x, w.y, w.z, w.w};
 }
 
-// Products of four pairs, from `first` on, with `units` row blocks in shared memory; each warp leaves its part of
-// partial[warp][unit * TILE_ROWS + row][pair].
-template <u32 MOST, u32 UNITS>
-__device__ __forceinline__ void multiply_units(const Piece& p, u32 first, u32 units, u32 k_tiles, const u8* fragments, const float* sums,
-                                               u32 row_tiles, u64* full, float (*partial)[UNITS * TILE_ROWS][4]) {
-    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const u32 begin = first_tile(warp, k_tiles), count = first_tile(warp + 1, k_tiles) - begin;
-    const u32 column = first + (lane >> 3), token = first + (lane & 3);
+__device__ __forceinline__ void init_ring(Ring& ring) {
+    if (threadIdx.x == 0) {
+        for (u32 i = 0; i < RING; i++) {
+            barrier_init(&ring.full[i], 1);
+            barrier_init(&ring.empty[i], WARPS);
+        }
+        for (u32 i = 0; i < PARTS; i++) {
+            barrier_init(&ring.added[i], 1);
+            barrier_init(&ring.summed[i], WARPS);
+        }
+        barrier_fence();
+    }
+    __syncthreads();
+}
+
+// Brings strips, by one thread. `bytes` and `source` say how long strip `index` of an expert is and where.
+template <typename D, typename Bytes, typename Source>
+__device__ __forceinline__ void bring(Ring& ring, const D& deal, const Work* work, u32 stage_bytes, Bytes bytes, Source source) {
+    u32 k = 0;
+    for (u32 i = deal.begin; i < deal.end;) {
+        Strip s = deal.at(i);
+        const u32 expert = read_work(work, s.piece).expert, until = min(deal.end, i + s.left);
+        for (; i < until; i++, k++, s.index++) {
+            const u32 stage = k % RING;
+            if (k >= RING) barrier_wait(&ring.empty[stage], (k / RING - 1) & 1);
+            const u32 n = bytes(expert, s.index);
+            barrier_expect(&ring.full[stage], n);
+            bulk_copy(shared + stage * stage_bytes, source(expert, s.index), n, &ring.full[stage]);
+        }
+    }
+}
+
+// Up to four pairs of an expert as one lane sees them: one is its column of B, another its column of the result.
+struct Pairs {
+    u32 column, token;
+    bool has_column, has_token;
+    __device__ __forceinline__ Pairs(const Work& w, const u32* pairs, int lane) {
+        has_column = (lane >> 3) < w.count;
+        has_token = (lane & 3) < w.count;
+        column = has_column ? __ldcg(pairs + w.first + (lane >> 3)) : 0;
+        token = __shfl_sync(FULL, column, (lane & 3) * 8);
+    }
+};
+
+// A warp's share of their inputs.
+template <u32 MOST> struct Inputs {
     Fragment f[MOST];
     float sum[MOST];
+};
+
+// A warp's part of one row block's products.
+template <u32 MOST>
+__device__ __forceinline__ void multiply_strip(const u8* tiles, u32 count, const Inputs<MOST>& in, int lane, float* part) {
+    float total[2] = {0, 0};
 #pragma unroll
-    for (u32 k = 0; k < MOST; k++) {
-        f[k] = load_fragment(fragments, k < count && column < p.work.count ? (long long)p.row[column] : -1, row_tiles, begin + k, lane);
-        sum[k] = k < count && token < p.work.count ? __ldcg(sums + (u64)p.row[token] * row_tiles + begin + k) : 0.0f;
-    }
-#pragma unroll 1
-    for (u32 i = 0; i < units; i++) {
-        barrier_wait(&full[i], 0);
-        const u8* strip = shared + (u64)i * k_tiles * tile_bytes<Q4>();
-        float total[2] = {0, 0};
-#pragma unroll
-        for (u32 k = 0; k < MOST; k++)
-            if (k < count) multiply_at<Q4>(strip + (begin + k) * tile_bytes<Q4>(), lane, f[k], sum[k], total);
-        partial[warp][i * TILE_ROWS + (lane >> 2)][lane & 3] = total[0];
-        partial[warp][i * TILE_ROWS + (lane >> 2) + 8][lane & 3] = total[1];
-    }
+    for (u32 k = 0; k < MOST; k++)
+        if (k < count) multiply_at<Q4>(tiles + k * tile_bytes<Q4>(), lane, in.f[k], in.sum[k], total);
+    part[lane] = total[0];
+    part[lane + 32] = total[1];
 }
 
-__device__ __forceinline__ void fetch_units(u64* full, u32 units, const u8* from, u32 strip) {
-    for (u32 i = 0; i < units; i++) barrier_init(&full[i], 1);
-    barrier_fence();
-    for (u32 i = 0; i < units; i++) {
-        barrier_expect(&full[i], strip);
-        bulk_copy(shared + (u64)i * strip, from + (u64)i * strip, strip, &full[i]);
-    }
+// Says that a warp is through with a barrier's thing.
+__device__ __forceinline__ void warp_arrive(u64* bar, int lane) {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(bar);
 }
 
-// middle[pair] = SiLU(gate x) * (up x). Grid: (groups of row blocks, pieces).
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
+// SiLU(gate x) * (up x) of every pair as fragments: middle, [pairs, MIDDLE_TILES], with the sum of every eight values in
+// `middle_sums`, [pairs, MIDDLE / 8]. A strip is one row block.
+extern "C" __global__ void __launch_bounds__(GROUP_THREADS, 2)
 gate_up_group_q4(const u8* experts, const u8* shared_expert, const Work* work, const u32* counts, const u32* pairs,
-                 const u8* fragments, const float* sums, const float* scale, float* middle) {
+                 const u8* fragments, const float* sums, const float* scale, u8* middle, float* middle_sums) {
     constexpr u32 MOST = Share<HIDDEN_TILES>::MOST, STRIP = HIDDEN_TILES * tile_bytes<Q4>();
-    __shared__ Piece p;
-    __shared__ float partial[WARPS][GATE_UP_GROUP * TILE_ROWS][4];
-    __shared__ u64 full[GATE_UP_GROUP];
-    launch_dependents();
+    __shared__ Ring ring;
+    __shared__ float parts[PARTS][WARPS][PART];
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    init_ring(ring);
     wait_for_inputs();
-    if (!read_piece(p, work, counts, pairs, blockIdx.y, SLOTS)) return;
-    __syncthreads();
-    const bool is_shared = p.work.expert == EXPERTS;
-    const u32 blocks = is_shared ? SHARED_BLOCKS : GATE_UP_BLOCKS, begin = blockIdx.x * GATE_UP_GROUP;
-    if (begin >= blocks) return;
-    const u32 units = min((u32)GATE_UP_GROUP, blocks - begin);
-    if (threadIdx.x == 0)
-        fetch_units(full, units, (is_shared ? shared_expert : experts + (u64)p.work.expert * GATE_UP_BLOCKS * STRIP) + (u64)begin * STRIP, STRIP);
-    __syncthreads();
-    for (u32 first = 0; first < p.work.count; first += 4) {
-        multiply_units<MOST, GATE_UP_GROUP>(p, first, units, HIDDEN_TILES, fragments, sums, HIDDEN_TILES, full, partial);
-        __syncthreads();
-        for (u32 j = threadIdx.x; j < units * 8 * 4; j += THREADS) {
-            const u32 unit = j / 32, r = j % 8, t = j / 8 % 4;
-            if (first + t >= p.work.count) continue;
-            float gate = 0, up = 0;
+    launch_dependents();  // not before: `down_group_q4` reads the list of work ahead of its wait
+    const Deal<GATE_UP_BLOCKS, SHARED_BLOCKS> deal(counts);
+    if (warp == BRINGER) {
+        if (lane == 0)
+            bring(ring, deal, work, STRIP, [](u32, u32) { return STRIP; }, [&](u32 expert, u32 index) {
+                return (expert == EXPERTS ? shared_expert : experts + (u64)expert * GATE_UP_BLOCKS * STRIP) + (u64)index * STRIP;
+            });
+        return;
+    }
+    const Share<HIDDEN_TILES> mine(warp);
+    u32 k = 0;  // strips so far
+    for (u32 i = deal.begin; i < deal.end;) {
+        const Strip s = deal.at(i);
+        const u32 until = min(deal.end, i + s.left), first = i - s.index;
+        const Pairs of(read_work(work, s.piece), pairs, lane);
+        if (warp == ADDER) {
+            const float row_scale = of.has_column ? __ldcg(scale + of.column / SLOTS) : 0.0f;
+#pragma unroll 1
+            for (; i < until; i++, k++) {
+                barrier_wait(&ring.summed[k % PARTS], k / PARTS & 1);
+                // Eight lanes a pair: its eight values become a word of a fragment.
+                const u32 r = lane % 8, block = i - first;
+                const float* p = parts[k % PARTS][0] + r * 4 + lane / 8;
+                float gate = 0, up = 0;
 #pragma unroll
-            for (int k = 0; k < WARPS; k++) {
-                gate += partial[k][unit * TILE_ROWS + r][t];
-                up += partial[k][unit * TILE_ROWS + r + 8][t];
+                for (int w = 0; w < WARPS; w++) {
+                    gate += p[w * PART];
+                    up += p[w * PART + 32];
+                }
+                warp_arrive(&ring.added[k % PARTS], lane);
+                const float v = swiglu(gate, up, row_scale), v4 = __shfl_xor_sync(FULL, v, 4);
+                // As `split8` and `split_place` do it, a pair (r, r + 4) in each of four lanes.
+                const u32 hi = pack_bf16(v, v4);
+                const float a = bf16_low(hi), b = bf16_high(hi);
+                const u32 lo = pack_bf16(v - a, v4 - b);
+                const float both = (a + bf16_low(lo)) + (b + bf16_high(lo));
+                float sum = 0;
+#pragma unroll
+                for (int j = 0; j < 4; j++) sum += __shfl_sync(FULL, both, (lane & 24) + j);
+                if (of.has_column && r < 4) {
+                    u8* to = middle + ((u64)of.column * MIDDLE_TILES + block / 8) * FRAGMENT_BYTES + (block & 1) * 128 + (block % 8 / 2) * 32;
+                    *(u32*)(to + r * 4) = hi;
+                    *(u32*)(to + 16 + r * 4) = lo;
+                    if (r == 0) middle_sums[(u64)of.column * (MIDDLE_TILES * 8) + block] = sum;
+                }
             }
-            const float s = __ldcg(scale + p.row[first + t]);
-            middle[(u64)p.pair[first + t] * (MIDDLE) + (begin + unit) * 8 + r] = swiglu(gate, up, s);
+            continue;
         }
-        __syncthreads();
+        Inputs<MOST> in;
+#pragma unroll
+        for (u32 t = 0; t < MOST; t++) {
+            in.f[t] = load_fragment(fragments, of.has_column && t < mine.count ? (long long)(of.column / SLOTS) : -1, HIDDEN_TILES,
+                                    mine.first + t, lane);
+            in.sum[t] = of.has_token && t < mine.count ? __ldcg(sums + (u64)(of.token / SLOTS) * HIDDEN_TILES + mine.first + t) : 0.0f;
+        }
+#pragma unroll 1
+        for (; i < until; i++, k++) {
+            if (k >= PARTS) barrier_wait(&ring.added[k % PARTS], (k / PARTS - 1) & 1);
+            barrier_wait(&ring.full[k % RING], k / RING & 1);
+            multiply_strip<MOST>(shared + k % RING * STRIP + mine.first * tile_bytes<Q4>(), mine.count, in, lane, parts[k % PARTS][warp]);
+            __syncwarp();
+            if (lane == 0) {
+                barrier_arrive(&ring.empty[k % RING]);
+                barrier_arrive(&ring.summed[k % PARTS]);
+            }
+        }
     }
 }
 
-// expanded[pair] = down middle[pair]. Grid: as above.
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
+// expanded[pair] = down middle[pair]. A strip is DOWN_GROUP row blocks.
+extern "C" __global__ void __launch_bounds__(GROUP_THREADS, 2)
 down_group_q4(const u8* experts, const u8* shared_expert, const Work* work, const u32* counts, const u32* pairs,
-              const u8* fragments, const float* sums, float* expanded) {
-    constexpr u32 MOST = Share<MIDDLE_TILES>::MOST;
-    __shared__ Piece p;
-    __shared__ float partial[WARPS][DOWN_GROUP * TILE_ROWS][4];
-    __shared__ u64 full[DOWN_GROUP];
+              const u8* middle, const float* middle_sums, float* expanded) {
+    constexpr u32 MOST = Share<MIDDLE_TILES>::MOST, STAGE = DOWN_GROUP * MIDDLE_TILES * tile_bytes<Q4>();
+    __shared__ Ring ring;
+    constexpr u32 SLOTS_OF_PARTS = PARTS / DOWN_GROUP;
+    __shared__ __align__(16) float parts[SLOTS_OF_PARTS][DOWN_GROUP][WARPS][PART];
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     launch_dependents();
+    init_ring(ring);
+    // The list of work is there before the wait: the predecessor let this kernel start only once it had it.
+    const Deal<DOWN_STRIPS, DOWN_STRIPS> deal(counts);
+    auto row_blocks = [](u32 index) { return min((u32)DOWN_GROUP, HIDDEN_BLOCKS - index * DOWN_GROUP); };
+    auto row_block_bytes = [](u32 expert) { return (expert == EXPERTS ? SHARED_TILES : EXPERT_TILES) * tile_bytes<Q4>(); };
+    if (warp == BRINGER) {
+        if (lane == 0)
+            bring(ring, deal, work, STAGE, [&](u32 expert, u32 index) { return row_blocks(index) * row_block_bytes(expert); },
+                  [&](u32 expert, u32 index) {
+                      const u64 bytes = row_block_bytes(expert);
+                      return (expert == EXPERTS ? shared_expert : experts + (u64)expert * HIDDEN_BLOCKS * bytes) + index * DOWN_GROUP * bytes;
+                  });
+        return;
+    }
     wait_for_inputs();
-    if (!read_piece(p, work, counts, pairs, blockIdx.y, 1)) return;
-    __syncthreads();
-    const bool is_shared = p.work.expert == EXPERTS;
-    const u32 k_tiles = is_shared ? SHARED_TILES : EXPERT_TILES, strip = k_tiles * tile_bytes<Q4>(), begin = blockIdx.x * DOWN_GROUP;
-    const u32 units = min((u32)DOWN_GROUP, HIDDEN_BLOCKS - begin);
-    if (threadIdx.x == 0)
-        fetch_units(full, units, (is_shared ? shared_expert : experts + (u64)p.work.expert * HIDDEN_BLOCKS * strip) + (u64)begin * strip, strip);
-    __syncthreads();
-    for (u32 first = 0; first < p.work.count; first += 4) {
-        multiply_units<MOST, DOWN_GROUP>(p, first, units, k_tiles, fragments, sums, MIDDLE_TILES, full, partial);
-        __syncthreads();
-        for (u32 j = threadIdx.x; j < units * TILE_ROWS * 4; j += THREADS) {
-            const u32 r = j % (units * TILE_ROWS), t = j / (units * TILE_ROWS);
-            if (first + t >= p.work.count) continue;
-            float v = 0;
+    u32 k = 0;
+    for (u32 i = deal.begin; i < deal.end;) {
+        const Strip s = deal.at(i);
+        const u32 until = min(deal.end, i + s.left), first = i - s.index;
+        const Work w = read_work(work, s.piece);
+        const Pairs of(w, pairs, lane);
+        if (warp == ADDER) {
+            float* to[4];
 #pragma unroll
-            for (int k = 0; k < WARPS; k++) v += partial[k][r][t];
-            expanded[(u64)p.pair[first + t] * HIDDEN + begin * TILE_ROWS + r] = v;
+            for (int t = 0; t < 4; t++) to[t] = t < w.count ? expanded + (u64)__shfl_sync(FULL, of.column, t * 8) * HIDDEN : nullptr;
+#pragma unroll 1
+            for (; i < until; i++, k++) {
+                const u32 slot = k % SLOTS_OF_PARTS, rows = row_blocks(i - first) * TILE_ROWS, row0 = (i - first) * (DOWN_GROUP * TILE_ROWS);
+                barrier_wait(&ring.summed[slot], k / SLOTS_OF_PARTS & 1);
+#pragma unroll
+                for (u32 row = lane; row < DOWN_GROUP * TILE_ROWS; row += 32) {
+                    const float4* p = (const float4*)parts[slot][row / TILE_ROWS][0] + row % TILE_ROWS;
+                    float v[4] = {0, 0, 0, 0};
+#pragma unroll
+                    for (int j = 0; j < WARPS; j++) {
+                        const float4 x = p[j * (PART / 4)];
+                        v[0] += x.x;
+                        v[1] += x.y;
+                        v[2] += x.z;
+                        v[3] += x.w;
+                    }
+                    if (row >= rows) continue;
+#pragma unroll
+                    for (int t = 0; t < 4; t++)
+                        if (to[t]) to[t][row0 + row] = v[t];
+                }
+                warp_arrive(&ring.added[slot], lane);
+            }
+            continue;
         }
-        __syncthreads();
+        const u32 k_tiles = w.expert == EXPERTS ? SHARED_TILES : EXPERT_TILES, bytes = row_block_bytes(w.expert);
+        const u32 tile = first_tile(warp, k_tiles), count = first_tile(warp + 1, k_tiles) - tile;
+        Inputs<MOST> in;
+#pragma unroll
+        for (u32 t = 0; t < MOST; t++) {
+            in.f[t] = load_fragment(middle, of.has_column && t < count ? (long long)of.column : -1, MIDDLE_TILES, tile + t, lane);
+            in.sum[t] = 0;
+            if (of.has_token && t < count) {
+                // In the order in which `split_place` adds the sums of eight values.
+                const float4* p = (const float4*)(middle_sums + ((u64)of.token * MIDDLE_TILES + tile + t) * 8);
+                const float4 a = __ldcg(p), b = __ldcg(p + 1);
+                in.sum[t] = ((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w));
+            }
+        }
+#pragma unroll 1
+        for (; i < until; i++, k++) {
+            const u32 units = row_blocks(i - first), slot = k % SLOTS_OF_PARTS;
+            const u8* strip = shared + k % RING * STAGE + tile * tile_bytes<Q4>();
+            if (k >= SLOTS_OF_PARTS) barrier_wait(&ring.added[slot], (k / SLOTS_OF_PARTS - 1) & 1);
+            barrier_wait(&ring.full[k % RING], k / RING & 1);
+#pragma unroll
+            for (u32 u = 0; u < DOWN_GROUP; u++)
+                if (u < units) multiply_strip<MOST>(strip + u * bytes, count, in, lane, parts[slot][u][warp]);
+            __syncwarp();
+            if (lane == 0) {
+                barrier_arrive(&ring.empty[k % RING]);
+                barrier_arrive(&ring.summed[slot]);
+            }
+        }
     }
 }

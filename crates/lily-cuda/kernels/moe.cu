@@ -4,52 +4,61 @@
 // lane that holds a gate also holds its up. Slot TOP_K of a token is the shared expert.
 
 // Chooses experts for every row and groups the pairs (row, slot) by expert. One block of 1,024 threads.
-// weights: [rows, SLOTS]; pairs: row * SLOTS + slot, by expert; work: pieces of GROUP pairs, `counts[0]` of them.
+// weights: [rows, SLOTS]; chosen: scratch, [rows, TOP_K]; pairs: row * SLOTS + slot, by expert, those of the shared one last;
+// work: pieces of up to `group` pairs in the same order, counts[0] in all, counts[1] of routed experts.
 extern "C" __global__ void __launch_bounds__(1024)
-route(const float* logits, u32 rows, float* weights, u32* chosen, u32* pairs, Work* work, u32* counts) {
-    __shared__ u32 size[EXPERTS + 1], start[EXPERTS + 1], pieces[EXPERTS + 1];
+route(const float* logits, u32 rows, u32 group, float* weights, u32* chosen, u32* pairs, Work* work, u32* counts) {
+    __shared__ u32 size[EXPERTS], start[EXPERTS], sizes[32], pieces[32];
     launch_dependents();
-    wait_for_inputs();
-    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (u32 e = threadIdx.x; e <= EXPERTS; e += 1024) size[e] = e == EXPERTS ? rows : 0;
+    const u32 tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
+    if (tid < EXPERTS) size[tid] = 0;
     __syncthreads();
+    wait_for_inputs();
+    u32 mine = 0;  // of the row whose index is `warp`
     for (u32 row = warp; row < rows; row += 32) {
         u32 index;
         float value;
         const float* l = logits + (u64)row * ROUTER_ROWS;
         warp_top_k(l, lane, index, value);
-        const float weight = top_k_weight(value, lane);
         if (lane < TOP_K) {
-            weights[row * SLOTS + lane] = weight;
-            chosen[row * SLOTS + lane] = index;
             atomicAdd(&size[index], 1);
+            if (row == warp) mine = index;
+            else chosen[row * TOP_K + lane] = index;
         }
-        if (lane == TOP_K) {
-            weights[row * SLOTS + TOP_K] = sigmoid(__ldcg(l + EXPERTS));
-            chosen[row * SLOTS + TOP_K] = EXPERTS;
-        }
+        const float weight = top_k_weight(value, lane);
+        if (lane < TOP_K) weights[row * SLOTS + lane] = weight;
+        if (lane == TOP_K) weights[row * SLOTS + TOP_K] = sigmoid(__ldcg(l + EXPERTS));
     }
     __syncthreads();
-    if (threadIdx.x == 0) {
-        u32 at = 0, piece = 0;
-        for (u32 e = 0; e <= EXPERTS; e++) {
-            start[e] = at;
-            pieces[e] = piece;
-            at += size[e];
-            piece += (size[e] + GROUP - 1) / GROUP;
-        }
-        counts[0] = piece;
+    // A thread an expert: sums over those before it, first within the warp, then over warps.
+    const u32 n = tid < EXPERTS ? size[tid] : 0, parts = (n + group - 1) / group;
+    u32 first = n, piece = parts;
+#pragma unroll
+    for (u32 o = 1; o < 32; o <<= 1) {
+        const u32 a = __shfl_up_sync(FULL, first, o), b = __shfl_up_sync(FULL, piece, o);
+        first += lane >= o ? a : 0;
+        piece += lane >= o ? b : 0;
+    }
+    if (lane == 31) {
+        sizes[warp] = first;
+        pieces[warp] = piece;
     }
     __syncthreads();
-    for (u32 e = threadIdx.x; e <= EXPERTS; e += 1024)
-        for (u32 i = 0; i * GROUP < size[e]; i++)
-            work[pieces[e] + i] = Work{e, start[e] + i * GROUP, min((u32)GROUP, size[e] - i * GROUP), 0};
-    __syncthreads();
-    // `chosen` was written by this block: visible behind its barriers.
-    for (u32 i = threadIdx.x; i < rows * SLOTS; i += 1024) {
-        const u32 e = __ldcg(chosen + i);
-        pairs[atomicAdd(&start[e], 1)] = i;
+    first += __reduce_add_sync(FULL, lane < warp ? sizes[lane] : 0) - n;
+    piece += __reduce_add_sync(FULL, lane < warp ? pieces[lane] : 0) - parts;
+    const u32 routed = __reduce_add_sync(FULL, pieces[lane]), shared_parts = (rows + group - 1) / group;
+    if (tid < EXPERTS) start[tid] = first;
+    for (u32 i = 0; i < parts; i++) work[piece + i] = Work{tid, first + i * group, min(group, n - i * group), 0};
+    for (u32 i = tid; i < shared_parts; i += 1024) work[routed + i] = Work{EXPERTS, rows * TOP_K + i * group, min(group, rows - i * group), 0};
+    for (u32 i = tid; i < rows; i += 1024) pairs[rows * TOP_K + i] = i * SLOTS + TOP_K;
+    if (tid == 0) {
+        counts[0] = routed + shared_parts;
+        counts[1] = routed;
     }
+    __syncthreads();
+    // `chosen` was written by this warp.
+    for (u32 row = warp; row < rows; row += 32)
+        if (lane < TOP_K) pairs[atomicAdd(&start[row == warp ? mine : __ldcg(chosen + row * TOP_K + lane)], 1)] = row * SLOTS + lane;
 }
 
 // A warp's tiles of one row block for up to GROUP pairs; fragments' row of pair i is rows[i] (in shared memory). Four tiles

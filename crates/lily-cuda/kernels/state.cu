@@ -43,7 +43,7 @@ struct Best {
 #define SHARED_TILES ((SHARED_WIDTH + TILE_COLS - 1) / TILE_COLS)
 #define MIDDLE_TILES ((MIDDLE) / TILE_COLS)
 
-// Up to 16 tokens of one expert.
+// Up to GROUP tokens of one expert; four where weights come by bulk copies.
 struct Work {
     u32 expert;  // EXPERTS: the shared one
     u32 first;   // in the list of pairs

@@ -1,23 +1,22 @@
 //! [`Backend`] on a GPU: `forward` enqueues a step and returns, `wait` waits for its end.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{HashMap, VecDeque};
 use std::path::PathBuf;
 
 use lily_model::backend::{
-    Backend, BackendError, Batch, Limits, Output, SegmentError, SeqId, SnapshotId, StepOutput, Ticket,
-    Tokens, Want,
+    Backend, BackendError, Batch, Limits, Output, Progress, Segment, SegmentError, SeqId, SnapshotId,
+    StepOutput, Ticket, Want,
 };
 use lily_model::config::Config;
 use lily_model::sample::{SampleParams, Sampled, sample};
 use lily_model::weights::Weights;
 
+use crate::device::Source;
 use crate::driver::{Context, DriverError, Event, Graph, Pinned};
-use crate::forward::{Buffers, Device, GroupSizes, flash_shared};
-use crate::kernels::Kernels;
+use crate::forward::Device;
 use crate::state::{PAGE, Sequence, State};
-use crate::step::{self, Layout, MAX_SEGMENTS, NONE, Plan};
-use crate::weights::{DeviceWeights, Random};
-use crate::{LoadError, check_shapes, decode, export};
+use crate::step::{self, MAX_SEGMENTS, NONE, Plan};
+use crate::{LoadError, export};
 
 /// Steps that may be enqueued before the oldest is waited for.
 const IN_FLIGHT: usize = 2;
@@ -29,8 +28,10 @@ pub struct Options {
     pub device: usize,
     /// Longest sequence, tokens.
     pub context: u32,
-    /// Sequences of full length that the pages hold; there are twice as many slots, for as many snapshots.
+    /// Sequences of full length that there is memory for.
     pub max_sequences: u32,
+    /// Bytes of state beside that, for snapshots.
+    pub snapshot_bytes: u64,
     /// Most tokens in one step. Each takes 1.3 MB at the real model's shape, most of it its row of logits.
     pub max_batch_tokens: u32,
     /// Folder for compiled kernels; `None`: compile them at every load.
@@ -47,18 +48,13 @@ impl Default for Options {
             device: 0,
             context: 4096,
             max_sequences: 4,
+            snapshot_bytes: 0,
             max_batch_tokens: 256,
             cache: None,
             fast_decode: true,
             graphs: true,
         }
     }
-}
-
-/// Where weights come from.
-enum Source<'a> {
-    Checkpoint(&'a Weights),
-    Random(u32),
 }
 
 /// Host memory of one step in flight.
@@ -88,8 +84,6 @@ struct Asked {
 /// The model on a GPU.
 pub struct CudaBackend {
     device: Device,
-    sizes: decode::Sizes,
-    fast: bool,
     graphs: Option<HashMap<usize, Graph>>,
     limits: Limits,
     fingerprint: u32,
@@ -119,83 +113,37 @@ impl CudaBackend {
     }
 
     fn load(config: Config, source: &Source<'_>, options: &Options) -> Result<Self, LoadError> {
-        check_shapes(&config)?;
         let context = Context::open(options.device)?;
-        let (needed, available) = (flash_shared(&config), context.shared_memory);
-        if needed > available {
-            let (head_dim, device) = (config.attention.head_dim, context.name.clone());
-            return Err(LoadError::SharedMemory { head_dim, needed, device, available });
-        }
-        let sizes = decode::Sizes::new(&config, context.multiprocessors);
-        let mut shared = vec![("flash", needed)];
-        let group_sizes = GroupSizes::new(&config);
-        let dynamic = sizes.shared().into_iter().chain(group_sizes.shared());
-        shared.extend(dynamic.filter(|(_, bytes)| *bytes + (40 << 10) <= context.shared_memory));
-        let kernels = Kernels::load(&context, &config, options.cache.as_deref(), &shared)?;
-        let weights = match source {
-            Source::Checkpoint(weights) => DeviceWeights::upload(&context, &config, weights)?,
-            Source::Random(seed) => {
-                Random { context: &context, kernels: &kernels, seed: *seed }.weights(&config)?
-            }
-        };
-        let layout =
-            Layout { rows: options.max_batch_tokens as usize, mask_words: config.vocab_size.div_ceil(32) };
-        let length = (options.context as usize).next_multiple_of(PAGE);
-        let sequences = options.max_sequences as usize;
-        let state = State::new(&context, &config, length, 2 * sequences, sequences)?;
-        let buffers = Buffers::new(&context, &config, &layout, length)?;
-        let fingerprint = match source {
-            Source::Checkpoint(weights) => export::fingerprint(&config, weights),
-            Source::Random(seed) => *seed,
-        };
+        let device = Device::load(context, config, source, options)?;
         let flight = |_| -> Result<Flight, DriverError> {
             Ok(Flight {
-                step: Pinned::new(&context, layout.bytes())?,
-                results: Pinned::new(&context, 8 * MAX_SEGMENTS)?,
-                done: Event::new(&context)?,
+                step: Pinned::new(&device.context, device.layout.bytes())?,
+                results: Pinned::new(&device.context, 8 * MAX_SEGMENTS)?,
+                done: Event::new(&device.context)?,
             })
         };
         let flights = (0..IN_FLIGHT).map(flight).collect::<Result<_, _>>()?;
-        let fast = options.fast_decode && decode::supported(&weights, &sizes, &context);
+        let fingerprint = match source {
+            Source::Checkpoint(weights) => export::fingerprint(&device.config, weights),
+            Source::Random(seed) => *seed,
+        };
         let limits = Limits {
-            name: format!(
-                "cuda:{} ({}, compute capability {}.{})",
-                options.device,
-                context.name,
-                context.capability / 10,
-                context.capability % 10
-            ),
-            vocab_size: config.vocab_size as u32,
+            name: format!("cuda:{} ({})", options.device, device.context.description()),
+            vocab_size: device.config.vocab_size as u32,
             context: options.context,
             max_batch_tokens: options.max_batch_tokens,
             max_segments: MAX_SEGMENTS as u32,
-            state_budget: state.budget(),
+            state_budget: device.state.pool.budget(&device.state.sizes),
         };
         tracing::info!(
-            "{}: weights {} bytes, state {} bytes, decode kernels {}",
+            "{}: weights {} bytes, state {} bytes, decode kernel {}",
             limits.name,
-            weights.bytes(),
+            device.weights.bytes(),
             limits.state_budget,
-            if fast { "on" } else { "off" }
+            if device.token.is_some() { "on" } else { "off" }
         );
-        let grouped = options.fast_decode && group_sizes.fit(&context);
-        let device = Device {
-            grouped,
-            context,
-            config,
-            kernels,
-            weights,
-            buffers,
-            state,
-            layout,
-            probe: None,
-            omit: Vec::new(),
-        };
-        device.rotary_table(length)?;
         Ok(Self {
             device,
-            sizes,
-            fast,
             graphs: options.graphs.then(HashMap::new),
             limits,
             fingerprint,
@@ -208,22 +156,19 @@ impl CudaBackend {
         })
     }
 
+    /// The GPU.
+    pub(crate) fn context(&self) -> &std::sync::Arc<Context> {
+        &self.device.context
+    }
+
     /// The device, for profiles.
-    pub fn device(&mut self) -> &mut Device {
+    pub(crate) fn device(&mut self) -> &mut Device {
         &mut self.device
     }
 
-    /// Leaves kernels out of every step from now on, for profiles: what steps compute means nothing any more.
-    pub fn omit(&mut self, kernels: &[&str]) {
-        self.device.omit = kernels.iter().map(|k| (*k).to_owned()).collect();
-        if let Some(graphs) = &mut self.graphs {
-            graphs.clear();
-        }
-    }
-
-    /// Whether single tokens are decoded by the kernels made for that.
+    /// Whether single tokens are decoded by the kernel made for that.
     pub fn decodes_fast(&self) -> bool {
-        self.fast
+        self.device.token.is_some()
     }
 
     fn new_id(&mut self) -> u64 {
@@ -245,9 +190,10 @@ impl CudaBackend {
         if capacity > context {
             return Err(BackendError::TooLong { capacity, context });
         }
-        if !self.device.state.fits(pages) {
-            let needed = self.device.state.sizes.sequence(pages * PAGE);
-            return Err(BackendError::OutOfMemory { capacity, needed, available: self.free_bytes() });
+        let State { pool, sizes, .. } = &self.device.state;
+        if !pool.fits(pages) {
+            let (needed, available) = (sizes.bytes(1, pages), pool.largest(sizes));
+            return Err(BackendError::OutOfMemory { capacity, needed, available });
         }
         Ok(())
     }
@@ -258,69 +204,33 @@ impl CudaBackend {
         id
     }
 
-    /// Checks every rule of a batch before anything changes. Returns the token ids of each segment, none for the token
-    /// that was sampled.
-    fn check(&self, batch: &Batch) -> Result<Vec<Vec<u32>>, BackendError> {
-        let invalid = |problem: String| Err(BackendError::InvalidBatch(problem));
-        if batch.segments.len() > MAX_SEGMENTS {
-            let n = batch.segments.len();
-            return invalid(format!("{n} segments in a step, the most is {MAX_SEGMENTS}"));
-        }
-        let mut seen = HashSet::new();
-        let mut inputs = Vec::with_capacity(batch.segments.len());
-        let (mut tokens, mut biases) = (0, 0);
-        for segment in &batch.segments {
-            let (id, sequence) = (segment.seq.0, self.sequence(segment.seq)?);
-            if !seen.insert(segment.seq) {
-                return invalid(format!("sequence {id} has two segments"));
-            }
-            let ids = match (&segment.tokens, sequence.sampled) {
-                (Tokens::Ids(ids), _) if ids.is_empty() => {
-                    return invalid(format!("sequence {id} has a segment without tokens"));
-                }
-                (Tokens::Ids(ids), _) => ids.clone(),
-                (Tokens::LastSampled, true) => Vec::new(),
-                (Tokens::LastSampled, false) => {
-                    return invalid(format!("sequence {id} has sampled nothing yet"));
-                }
-            };
-            let (len, start, rows) = (sequence.len, segment.start, ids.len().max(1));
-            if start as usize != len {
-                return invalid(format!("sequence {id} continues at {start}, but has {len} tokens"));
-            }
-            if len + rows > sequence.capacity {
-                let (end, capacity) = (len + rows, sequence.capacity);
-                return invalid(format!("sequence {id} would have {end} tokens, its capacity is {capacity}"));
-            }
-            if let Some(token) = ids.iter().find(|&&t| t >= self.limits.vocab_size) {
-                let vocab = self.limits.vocab_size;
-                return invalid(format!("sequence {id} has token {token}, the vocabulary has {vocab}"));
-            }
-            if let Want::Sample(p) = &segment.want {
-                biases += p.logit_bias.len();
-            }
-            tokens += rows;
-            inputs.push(ids);
-        }
-        let most = self.limits.max_batch_tokens;
-        if tokens > most as usize {
-            return invalid(format!("{tokens} tokens in a step, the most is {most}"));
-        }
-        let most = self.device.layout.most_biases();
+    /// Checks a batch before anything changes.
+    fn check(&self, batch: &Batch) -> Result<(), BackendError> {
+        batch.check(&self.limits, |seq| {
+            let s = self.sequences.get(&seq)?;
+            Some(Progress { len: s.len, capacity: s.capacity, sampled: s.sampled })
+        })?;
+        let biases = |segment: &Segment| match &segment.want {
+            Want::Sample(params) => params.logit_bias.len(),
+            _ => 0,
+        };
+        let (biases, most) =
+            (batch.segments.iter().map(biases).sum::<usize>(), self.device.layout.most_biases());
         if biases > most {
-            return invalid(format!("{biases} logit biases in a step, the most is {most}"));
+            let problem = format!("{biases} logit biases in a step, the most is {most}");
+            return Err(BackendError::InvalidBatch(problem));
         }
-        Ok(inputs)
+        Ok(())
     }
 
     /// Enqueues a checked step into flight `flight`.
-    fn enqueue(&mut self, batch: &Batch, inputs: &[Vec<u32>], flight: usize) -> Result<Plan, BackendError> {
+    fn enqueue(&mut self, batch: &Batch, flight: usize) -> Result<Plan, BackendError> {
         let layout = self.device.layout;
         // `check` has seen every sequence.
         let sequences: Vec<&Sequence> =
             batch.segments.iter().filter_map(|s| self.sequences.get(&s.seq)).collect();
         let buffer = self.flights[flight].step.as_mut_slice();
-        let plan = step::write(buffer, &layout, batch, inputs, &sequences);
+        let plan = step::write(buffer, &layout, batch, &sequences);
         let (context, at) = (self.device.context.clone(), self.device.buffers.step.address());
         let buffer = self.flights[flight].step.as_slice();
         context.send(at, &buffer[..plan.head])?;
@@ -340,16 +250,14 @@ impl CudaBackend {
 
     /// The kernels of a step: a graph that is there or is recorded now, or one by one.
     fn run(&mut self, plan: &Plan) -> Result<(), DriverError> {
-        let (device, sizes) = (&self.device, &self.sizes);
-        let fast = self.fast && plan.rows == 1;
-        let kernels = || if fast { device.decode_one(sizes) } else { device.step(plan) };
-        let Some(graphs) = self.graphs.as_mut().filter(|_| plan.decode && device.probe.is_none()) else {
-            return kernels();
+        let device = &self.device;
+        let Some(graphs) = self.graphs.as_mut().filter(|_| plan.decode) else {
+            return device.enqueue(plan);
         };
         if let Some(graph) = graphs.get(&plan.rows) {
             return graph.launch();
         }
-        let graph = device.context.capture(kernels)?;
+        let graph = device.context.capture(|| device.enqueue(plan))?;
         graph.launch()?;
         graphs.insert(plan.rows, graph);
         Ok(())
@@ -361,8 +269,7 @@ impl CudaBackend {
         let mut row = 0;
         let mut asked = Vec::with_capacity(plan.segments);
         for segment in &batch.segments {
-            let len = if let Tokens::Ids(ids) = &segment.tokens { ids.len() } else { 1 };
-            let rows = step::wanted(&segment.want, len);
+            let rows = step::wanted(&segment.want, segment.tokens.count());
             let needed = match &segment.want {
                 Want::Nothing => false,
                 Want::Logits(_) => true,
@@ -439,7 +346,7 @@ impl Backend for CudaBackend {
     fn free(&mut self, seq: SeqId) -> Result<(), BackendError> {
         self.sequence(seq)?;
         if let Some(sequence) = self.sequences.remove(&seq) {
-            self.device.state.release(sequence);
+            self.device.state.pool.release(sequence);
         }
         Ok(())
     }
@@ -458,7 +365,7 @@ impl Backend for CudaBackend {
     fn forget(&mut self, snapshot: SnapshotId) -> Result<(), BackendError> {
         self.snapshot_state(snapshot)?;
         if let Some(sequence) = self.snapshots.remove(&snapshot) {
-            self.device.state.release(sequence);
+            self.device.state.pool.release(sequence);
         }
         Ok(())
     }
@@ -483,9 +390,9 @@ impl Backend for CudaBackend {
         self.device.state.sizes.sequence(capacity as usize)
     }
 
-    /// Bytes of the largest sequence that could be created now.
     fn free_bytes(&self) -> u64 {
-        self.device.state.available()
+        let State { pool, sizes, .. } = &self.device.state;
+        pool.free_bytes(sizes)
     }
 
     fn steps_in_flight(&self) -> usize {
@@ -493,20 +400,20 @@ impl Backend for CudaBackend {
     }
 
     fn forward(&mut self, batch: &Batch) -> Result<Ticket, BackendError> {
-        let inputs = self.check(batch)?;
+        self.check(batch)?;
         self.device.context.enter()?;
         let flight = self.next_flight;
         if let Some(pending) = self.pending.iter_mut().find(|p| p.flight == flight && p.results.is_none()) {
             pending.results = Some(Self::harvest(&self.flights, pending)?);
         }
         let mut segments = Vec::new();
-        if !inputs.is_empty() {
-            let plan = self.enqueue(batch, &inputs, flight)?;
+        if !batch.segments.is_empty() {
+            let plan = self.enqueue(batch, flight)?;
             segments = self.fetch_logits(batch, &plan)?;
         }
-        for (segment, ids) in batch.segments.iter().zip(&inputs) {
+        for segment in &batch.segments {
             if let Some(sequence) = self.sequences.get_mut(&segment.seq) {
-                sequence.len += ids.len().max(1);
+                sequence.len += segment.tokens.count();
                 sequence.parity = 1 - sequence.parity;
                 sequence.sampled = matches!(segment.want, Want::Sample(_));
             }

@@ -3,8 +3,11 @@
 use std::ffi::{CStr, CString, c_void};
 use std::ptr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use cudarc::driver::sys::{self, CUdevice_attribute_enum as Attribute, CUdeviceptr, CUresult};
+
+pub use crate::args::{Args, Traffic};
 
 /// A call into the driver failed.
 #[derive(Clone, Debug, thiserror::Error, PartialEq)]
@@ -31,7 +34,9 @@ pub enum DriverError {
         minor: i32,
     },
     /// Memory ran out.
-    #[error("out of device memory: {needed} bytes for {what}, {free} are free")]
+    #[error(
+        "out of device memory: {needed} bytes for {what}, {free} are free; --ctx-size, --max-sequences and --cache-ram make state smaller, --device cpu needs none of it"
+    )]
     OutOfMemory {
         /// Asked for.
         needed: usize,
@@ -40,6 +45,9 @@ pub enum DriverError {
         /// Free at the time.
         free: usize,
     },
+    /// A stand-in can't compute.
+    #[error("there is no device behind this context: it only stands in for one")]
+    StandIn,
     /// Anything else, with the driver's name for it.
     #[error("{call} failed: {name}")]
     Call {
@@ -63,10 +71,18 @@ fn check(call: &'static str, result: CUresult) -> Result<(), DriverError> {
     Err(DriverError::Call { call, name: name.into_owned() })
 }
 
-/// A device with its primary context and the one stream that all work goes through.
-pub struct Context {
+/// Of an open device.
+struct Handles {
     device: sys::CUdevice,
     stream: sys::CUstream,
+}
+
+/// A device with its primary context and the one stream that all work goes through; or its stand-in.
+pub struct Context {
+    /// `None` for a stand-in.
+    handles: Option<Handles>,
+    /// The next address that a stand-in gives out.
+    next: AtomicU64,
     /// Marketing name.
     pub name: String,
     /// Compute capability: 90 is 9.0.
@@ -127,8 +143,8 @@ impl Context {
             check("cuStreamCreate", sys::cuStreamCreate(&mut stream, 1))?;
         }
         Ok(Arc::new(Self {
-            device,
-            stream,
+            handles: Some(Handles { device, stream }),
+            next: AtomicU64::new(0),
             name,
             capability: (major * 10 + minor) as u32,
             multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32,
@@ -137,25 +153,65 @@ impl Context {
         }))
     }
 
+    /// A stand-in for a device, on any machine: buffers have addresses but no memory, and what is enqueued is dropped.
+    /// Whatever would bring a result back fails.
+    fn stand_in(name: &str, capability: u32, multiprocessors: u32, shared_memory: u32) -> Arc<Self> {
+        Arc::new(Self {
+            handles: None,
+            next: AtomicU64::new(1 << 40),
+            name: name.to_owned(),
+            capability,
+            multiprocessors,
+            shared_memory,
+        })
+    }
+
+    /// A stand-in for an H200, the GPU that the kernels are tuned on.
+    pub fn h200() -> Arc<Self> {
+        Self::stand_in("NVIDIA H200", 90, 132, 227 << 10)
+    }
+
+    /// A stand-in for this device.
+    pub fn as_stand_in(&self) -> Arc<Self> {
+        Self::stand_in(&self.name, self.capability, self.multiprocessors, self.shared_memory)
+    }
+
+    /// Name and compute capability.
+    pub fn description(&self) -> String {
+        format!("{}, compute capability {}.{}", self.name, self.capability / 10, self.capability % 10)
+    }
+
+    /// Whether there is no device behind it.
+    pub fn is_stand_in(&self) -> bool {
+        self.handles.is_none()
+    }
+
+    fn handles(&self) -> Result<&Handles, DriverError> {
+        self.handles.as_ref().ok_or(DriverError::StandIn)
+    }
+
     /// Makes the context current on the calling thread; a backend that moved between threads calls it first.
     pub fn enter(&self) -> Result<(), DriverError> {
+        let device = self.handles()?.device;
         let mut context = ptr::null_mut();
         // SAFETY: retaining again and releasing at once yields the primary context, which `self` keeps alive.
         unsafe {
-            check("cuDevicePrimaryCtxRetain", sys::cuDevicePrimaryCtxRetain(&mut context, self.device))?;
-            check("cuDevicePrimaryCtxRelease", sys::cuDevicePrimaryCtxRelease_v2(self.device))?;
+            check("cuDevicePrimaryCtxRetain", sys::cuDevicePrimaryCtxRetain(&mut context, device))?;
+            check("cuDevicePrimaryCtxRelease", sys::cuDevicePrimaryCtxRelease_v2(device))?;
             check("cuCtxSetCurrent", sys::cuCtxSetCurrent(context))
         }
     }
 
     /// Waits until everything that was enqueued is done.
     pub fn synchronize(&self) -> Result<(), DriverError> {
+        let Some(Handles { stream, .. }) = self.handles else { return Ok(()) };
         // SAFETY: the stream lives as long as `self`.
-        check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.stream) })
+        check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(stream) })
     }
 
     /// Bytes free on the device, and in all.
     pub fn memory(&self) -> Result<(usize, usize), DriverError> {
+        self.handles()?;
         let (mut free, mut total) = (0, 0);
         // SAFETY: out-pointers are valid.
         check("cuMemGetInfo", unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) })?;
@@ -165,6 +221,10 @@ impl Context {
     /// Memory for `bytes` bytes (at least one), not initialised.
     pub fn allocate(self: &Arc<Self>, bytes: usize, what: &str) -> Result<Buffer, DriverError> {
         let (mut address, bytes) = (0, bytes.max(16));
+        if self.is_stand_in() {
+            let address = self.next.fetch_add(bytes.next_multiple_of(256) as u64, Ordering::Relaxed);
+            return Ok(Buffer { address, bytes, context: self.clone() });
+        }
         // SAFETY: the out-pointer is valid.
         let result = unsafe { sys::cuMemAlloc_v2(&mut address, bytes) };
         if result == CUresult::CUDA_ERROR_OUT_OF_MEMORY {
@@ -184,6 +244,7 @@ impl Context {
 
     /// Enqueues a launch. With `overlap` the kernel may begin before its predecessor has ended: it must wait itself.
     pub fn launch(&self, function: Function, shape: Shape, args: &mut Args) -> Result<(), DriverError> {
+        let Some(Handles { stream, .. }) = self.handles else { return Ok(()) };
         let mut attribute = sys::CUlaunchAttribute {
             id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
             pad: [0; 4],
@@ -198,7 +259,7 @@ impl Context {
             blockDimY: 1,
             blockDimZ: 1,
             sharedMemBytes: shape.shared,
-            hStream: self.stream,
+            hStream: stream,
             attrs: &mut attribute,
             numAttrs: u32::from(shape.overlap && self.capability >= 90),
         };
@@ -210,30 +271,64 @@ impl Context {
         check("cuLaunchKernelEx", result)
     }
 
+    /// Clusters of `size` blocks of a kernel that run on the device at a time.
+    pub fn most_clusters(&self, function: Function, shape: Shape, size: u32) -> Result<u32, DriverError> {
+        // A stand-in knows its multiprocessors, not how they are grouped.
+        let Some(Handles { stream, .. }) = self.handles else { return Ok(self.multiprocessors / size) };
+        let mut attribute = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue {
+                clusterDim: sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: size, y: 1, z: 1 },
+            },
+        };
+        let [x, y, z] = shape.grid;
+        let config = sys::CUlaunchConfig {
+            gridDimX: x,
+            gridDimY: y,
+            gridDimZ: z,
+            blockDimX: shape.threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: shape.shared,
+            hStream: stream,
+            attrs: &mut attribute,
+            numAttrs: 1,
+        };
+        let mut n = 0;
+        // SAFETY: the out-pointer, the function and the configuration are valid.
+        let result = unsafe { sys::cuOccupancyMaxActiveClusters(&mut n, function.0, &config) };
+        check("cuOccupancyMaxActiveClusters", result)?;
+        Ok(n as u32)
+    }
+
     /// Fills with a byte, in the order of the stream.
     pub fn fill(&self, at: u64, byte: u8, bytes: usize) -> Result<(), DriverError> {
+        let Some(Handles { stream, .. }) = self.handles else { return Ok(()) };
         // SAFETY: callers pass ranges of their buffers.
-        check("cuMemsetD8Async", unsafe { sys::cuMemsetD8Async(at, byte, bytes, self.stream) })
+        check("cuMemsetD8Async", unsafe { sys::cuMemsetD8Async(at, byte, bytes, stream) })
     }
 
     /// Copies within the device, in the order of the stream.
     pub fn copy(&self, to: u64, from: u64, bytes: usize) -> Result<(), DriverError> {
+        let Some(Handles { stream, .. }) = self.handles else { return Ok(()) };
         // SAFETY: callers pass ranges of their buffers.
-        check("cuMemcpyDtoDAsync", unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, bytes, self.stream) })
+        check("cuMemcpyDtoDAsync", unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, bytes, stream) })
     }
 
     /// Copies from the host in the order of the stream; pinned memory must stay unchanged until then.
     pub fn send(&self, to: u64, from: &[u8]) -> Result<(), DriverError> {
+        let Some(Handles { stream, .. }) = self.handles else { return Ok(()) };
         // SAFETY: callers pass ranges of their buffers; pageable memory is copied before the call returns.
-        let result = unsafe { sys::cuMemcpyHtoDAsync_v2(to, from.as_ptr().cast(), from.len(), self.stream) };
+        let result = unsafe { sys::cuMemcpyHtoDAsync_v2(to, from.as_ptr().cast(), from.len(), stream) };
         check("cuMemcpyHtoDAsync", result)
     }
 
     /// Copies to the host in the order of the stream; pageable memory is filled when the call returns.
     pub fn receive(&self, to: &mut [u8], from: u64) -> Result<(), DriverError> {
+        let stream = self.handles()?.stream;
         // SAFETY: `to` is as long as said; callers pass ranges of their buffers.
-        let result =
-            unsafe { sys::cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), from, to.len(), self.stream) };
+        let result = unsafe { sys::cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), from, to.len(), stream) };
         check("cuMemcpyDtoHAsync", result)
     }
 
@@ -242,14 +337,15 @@ impl Context {
         self: &Arc<Self>,
         enqueue: impl FnOnce() -> Result<(), DriverError>,
     ) -> Result<Graph, DriverError> {
+        let stream = self.handles()?.stream;
         let (mut graph, mut exec) = (ptr::null_mut(), ptr::null_mut());
         // SAFETY: the stream is ours alone, so nobody else enqueues during the capture; the graph is destroyed after
         // its executable form is made.
         unsafe {
             let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-            check("cuStreamBeginCapture", sys::cuStreamBeginCapture_v2(self.stream, mode))?;
+            check("cuStreamBeginCapture", sys::cuStreamBeginCapture_v2(stream, mode))?;
             let enqueued = enqueue();
-            let ended = check("cuStreamEndCapture", sys::cuStreamEndCapture(self.stream, &mut graph));
+            let ended = check("cuStreamEndCapture", sys::cuStreamEndCapture(stream, &mut graph));
             enqueued?;
             ended?;
             let result = sys::cuGraphInstantiateWithFlags(&mut exec, graph, 0);
@@ -262,10 +358,11 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
+        let Some(Handles { device, stream }) = self.handles else { return };
         // SAFETY: nothing of the context is in use any more: buffers, modules and graphs hold an `Arc` of it.
         unsafe {
-            sys::cuStreamDestroy_v2(self.stream);
-            sys::cuDevicePrimaryCtxRelease_v2(self.device);
+            sys::cuStreamDestroy_v2(stream);
+            sys::cuDevicePrimaryCtxRelease_v2(device);
         }
     }
 }
@@ -318,6 +415,9 @@ impl Buffer {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
+        if self.context.is_stand_in() {
+            return;
+        }
         // SAFETY: allocated by `allocate`, freed once; freeing waits for work that uses it.
         unsafe { sys::cuMemFree_v2(self.address) };
     }
@@ -336,6 +436,7 @@ unsafe impl Send for Pinned {}
 impl Pinned {
     /// Zeroed memory.
     pub fn new(context: &Arc<Context>, bytes: usize) -> Result<Self, DriverError> {
+        context.handles()?;
         let mut data = ptr::null_mut();
         // SAFETY: the out-pointer is valid; the memory is as long as asked for.
         unsafe {
@@ -378,12 +479,18 @@ unsafe impl Send for Module {}
 #[derive(Clone, Copy)]
 pub struct Function(sys::CUfunction);
 
+impl Function {
+    /// What a stand-in launches.
+    pub const NONE: Self = Self(ptr::null_mut());
+}
+
 // SAFETY: as for modules.
 unsafe impl Send for Function {}
 
 impl Module {
     /// Loads machine code.
     pub fn load(context: &Arc<Context>, cubin: &[u8]) -> Result<Self, DriverError> {
+        context.handles()?;
         let mut module = ptr::null_mut();
         // SAFETY: `cubin` is a whole image: it comes from the compiler or from a file whose checksum was right.
         check("cuModuleLoadData", unsafe { sys::cuModuleLoadData(&mut module, cubin.as_ptr().cast()) })?;
@@ -416,6 +523,24 @@ impl Module {
     }
 }
 
+impl Module {
+    /// Numbers that the code defines under a name, if it does.
+    pub fn numbers<const N: usize>(&self, name: &str) -> Result<Option<[u32; N]>, DriverError> {
+        let c_name = CString::new(name).unwrap_or_default();
+        let (mut at, mut bytes, mut out) = (0, 0, [0u32; N]);
+        // SAFETY: out-pointers are valid; as many bytes are copied as both sides have.
+        unsafe {
+            let found = sys::cuModuleGetGlobal_v2(&mut at, &mut bytes, self.module, c_name.as_ptr());
+            if found == CUresult::CUDA_ERROR_NOT_FOUND {
+                return Ok(None);
+            }
+            check("cuModuleGetGlobal", found)?;
+            check("cuMemcpyDtoH", sys::cuMemcpyDtoH_v2(out.as_mut_ptr().cast(), at, bytes.min(4 * N)))?;
+        }
+        Ok(Some(out))
+    }
+}
+
 impl Drop for Module {
     fn drop(&mut self) {
         // SAFETY: loaded by `load`, unloaded once.
@@ -436,7 +561,7 @@ impl Graph {
     /// Enqueues it.
     pub fn launch(&self) -> Result<(), DriverError> {
         // SAFETY: instantiated by `capture`.
-        check("cuGraphLaunch", unsafe { sys::cuGraphLaunch(self.exec, self.context.stream) })
+        check("cuGraphLaunch", unsafe { sys::cuGraphLaunch(self.exec, self.context.handles()?.stream) })
     }
 }
 
@@ -459,6 +584,7 @@ unsafe impl Send for Event {}
 impl Event {
     /// An event that keeps time.
     pub fn new(context: &Arc<Context>) -> Result<Self, DriverError> {
+        context.handles()?;
         let mut event = ptr::null_mut();
         // SAFETY: the out-pointer is valid.
         check("cuEventCreate", unsafe { sys::cuEventCreate(&mut event, 0) })?;
@@ -468,7 +594,7 @@ impl Event {
     /// Marks the end of what was enqueued so far.
     pub fn record(&self) -> Result<(), DriverError> {
         // SAFETY: event and stream are valid.
-        check("cuEventRecord", unsafe { sys::cuEventRecord(self.event, self.context.stream) })
+        check("cuEventRecord", unsafe { sys::cuEventRecord(self.event, self.context.handles()?.stream) })
     }
 
     /// Waits until the device has come there.
@@ -490,53 +616,5 @@ impl Drop for Event {
     fn drop(&mut self) {
         // SAFETY: created by `new`, destroyed once.
         unsafe { sys::cuEventDestroy_v2(self.event) };
-    }
-}
-
-/// Parameters of a launch, in order.
-pub struct Args {
-    words: [u64; 64],
-    used: usize,
-    starts: [usize; 24],
-    count: usize,
-}
-
-impl Args {
-    /// None yet.
-    pub fn new() -> Self {
-        Self { words: [0; 64], used: 0, starts: [0; 24], count: 0 }
-    }
-
-    /// Adds a number.
-    pub fn u32(&mut self, value: u32) -> &mut Self {
-        self.words(&[u64::from(value)])
-    }
-
-    /// Adds a number or an address.
-    pub fn u64(&mut self, value: u64) -> &mut Self {
-        self.words(&[value])
-    }
-
-    /// Adds a structure, as little-endian words.
-    pub fn words(&mut self, words: &[u64]) -> &mut Self {
-        self.starts[self.count] = self.used;
-        self.words[self.used..self.used + words.len()].copy_from_slice(words);
-        self.used += words.len();
-        self.count += 1;
-        self
-    }
-
-    fn pointers(&mut self) -> [*mut c_void; 24] {
-        let mut pointers = [ptr::null_mut(); 24];
-        for (pointer, start) in pointers.iter_mut().zip(&self.starts[..self.count]) {
-            *pointer = (&raw mut self.words[*start]).cast();
-        }
-        pointers
-    }
-}
-
-impl Default for Args {
-    fn default() -> Self {
-        Self::new()
     }
 }

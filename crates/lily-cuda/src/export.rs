@@ -10,7 +10,7 @@ use crate::driver::{Buffer, DriverError};
 use crate::state::{PAGE, Sequence, Sizes, State};
 
 /// Ends in the version of the format: change it whenever the bytes behind it change meaning.
-const MAGIC: [u8; 8] = *b"LilyGPU\x01";
+const MAGIC: [u8; 8] = *b"LilyGPU\x02";
 const HEADER: usize = MAGIC.len() + 4 + 5 * 4;
 
 /// A number that tells models apart: their shapes and all gains of their norms.

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use lily_model::config::Config;
 
+use crate::cluster::Clusters;
 use crate::driver::{Args, Buffer, Context, DriverError, Shape};
 use crate::kernels::Kernels;
 use crate::pack::{Packing, TILE_COLS, TILE_ROWS};
@@ -16,6 +17,12 @@ pub const THREADS: u32 = 256;
 /// Splits of a row's keys in a step of few rows, and rows times splits in one of many.
 const SPLITS: u32 = 64;
 const SPLIT_ROWS: u32 = 2048;
+/// Blocks of flash attention in a step of several rows, about.
+const FLASH_BLOCKS: u32 = 512;
+/// Pairs in a piece of an expert's work, as `GROUP` of `kernels/state.cu`; by bulk copies, as many as one product takes.
+const GROUP: u32 = 16;
+/// See [`GROUP`].
+const GROUP_BY_COPIES: u32 = 4;
 
 /// Activations and results; made once, for the largest step.
 pub struct Buffers {
@@ -55,8 +62,10 @@ pub struct Buffers {
     pub work: Buffer,
     /// See `work`.
     pub counts: Buffer,
-    /// Between gate/up and down, per pair.
+    /// Between gate/up and down, per pair: values, or (experts by bulk copies) fragments.
     pub middle: Buffer,
+    /// Sums of every eight values of `middle`, where that holds fragments.
+    pub middle_sums: Buffer,
     /// Behind down, per pair.
     pub expanded: Buffer,
     /// Rows that logits are wanted for.
@@ -109,8 +118,9 @@ impl Buffers {
             chosen: floats(rows * slots)?,
             pairs: floats(rows * slots)?,
             work: allocate(16 * (rows * slots).max(m.experts + 1))?,
-            counts: floats(1)?,
+            counts: floats(2)?,
             middle: floats(rows * slots * middle)?,
+            middle_sums: floats(rows * slots * middle / 8)?,
             expanded: floats(rows * slots * c.hidden_size)?,
             wanted: floats(rows * c.hidden_size)?,
             logits: floats(rows * c.vocab_size)?,
@@ -140,15 +150,37 @@ pub struct Device {
     pub layout: Layout,
     /// Experts' weights come by bulk copies: compute capability 9.0, and enough shared memory.
     pub grouped: bool,
-    /// Counts launches and takes times, when a profile is wanted.
-    pub probe: Option<crate::profile::Probe>,
+    /// The kernel for a single decoded token, where it can be used.
+    pub token: Option<crate::token::Token>,
+    /// Products by clusters of blocks, where the device has them.
+    pub clusters: Option<Clusters>,
+    /// Where launches are noted, when a list is wanted.
+    pub record: Option<crate::device::Record>,
     /// Kernels that are not launched, to see what a step costs without them. Its results mean nothing then.
     pub omit: Vec<String>,
 }
 
+/// `y = W f(x)` or `y += W f(x)`.
+pub(crate) struct Product<'a> {
+    /// Weights.
+    pub w: &'a DeviceMatrix,
+    /// Inputs, `[rows, width]`.
+    pub x: &'a Buffer,
+    /// What happens to them first.
+    pub input: Input<'a>,
+    /// Outputs, `[rows, w.rows]`.
+    pub y: &'a Buffer,
+    /// Tokens.
+    pub rows: u32,
+    /// Adds to what is in `y`.
+    pub add: bool,
+    /// Kernels behind this one want the inputs as fragments.
+    pub keep: bool,
+}
+
 /// Where a product's input comes from.
 #[derive(Clone, Copy)]
-enum Input<'a> {
+pub(crate) enum Input<'a> {
     /// As it is.
     Plain,
     /// RMS norm with this gain.
@@ -176,26 +208,26 @@ impl Device {
             self.layer(layer, &mut index, plan)?;
         }
         if plan.logits > 0 {
-            self.logits(rows, plan.logits as u32)?;
+            self.logits(plan)?;
         }
         self.finish(plan, 0)
     }
 
     fn layer(&self, w: &DeviceLayer, index: &mut KindIndex, plan: &Plan) -> Result<(), DriverError> {
         let (b, rows) = (&self.buffers, plan.rows as u32);
-        let projected = self.projected(&w.mixer);
+        let product = |w, x, input, y, add| Product { w, x, input, y, rows, add, keep: false };
         match &w.mixer {
             DeviceMixer::Gdn { input, vectors, output } => {
-                self.product(input, &b.x, Input::Norm(&w.input_norm), &b.projected, rows, projected, false)?;
+                self.product(&product(input, &b.x, Input::Norm(&w.input_norm), &b.projected, false))?;
                 self.delta(vectors, index.gdn, plan.segments as u32)?;
                 index.gdn += 1;
-                self.product(output, &b.mixed, Input::Heads, &b.x, rows, self.hidden(), true)?;
+                self.product(&product(output, &b.mixed, Input::Heads, &b.x, true))?;
             }
             DeviceMixer::Attention { input, vectors, output } => {
-                self.product(input, &b.x, Input::Norm(&w.input_norm), &b.projected, rows, projected, false)?;
+                self.product(&product(input, &b.x, Input::Norm(&w.input_norm), &b.projected, false))?;
                 self.attend(vectors, index.attention, rows)?;
                 index.attention += 1;
-                self.product(output, &b.mixed, Input::Plain, &b.x, rows, self.hidden(), true)?;
+                self.product(&product(output, &b.mixed, Input::Plain, &b.x, true))?;
             }
         }
         self.moe(&w.moe, &w.post_attention_norm, rows)
@@ -203,13 +235,6 @@ impl Device {
 
     fn hidden(&self) -> u32 {
         self.config.hidden_size as u32
-    }
-
-    /// Width of [`Buffers::projected`] behind a mixer's first product.
-    fn projected(&self, mixer: &DeviceMixer) -> u32 {
-        match mixer {
-            DeviceMixer::Gdn { input, .. } | DeviceMixer::Attention { input, .. } => input.rows,
-        }
     }
 
     /// Launches a kernel of [`THREADS`] threads that may overlap with its predecessor.
@@ -223,14 +248,14 @@ impl Device {
         if self.omit.iter().any(|n| n == name) {
             return Ok(());
         }
-        match &self.probe {
-            Some(probe) => probe.around(name, || self.context.launch(function, shape, args)),
-            None => self.context.launch(function, shape, args),
+        if let Some(record) = &self.record {
+            crate::device::note(record, name, shape, args);
         }
+        self.context.launch(function, shape, args)
     }
 
     /// Addresses of segments, draws and rows.
-    fn parts(&self) -> [u64; 3] {
+    pub fn parts(&self) -> [u64; 3] {
         let at = self.buffers.step.address();
         [at, at + self.layout.draws() as u64, at + self.layout.row_table() as u64]
     }
@@ -247,7 +272,7 @@ impl Device {
         let mut args = Args::new();
         args.words(&w.words()).u64(row_table).u64(segments).u64(self.state.sampled.address());
         args.u64(self.state.history.address()).u64(self.state.sizes.history as u64 / 4);
-        args.u64(self.buffers.x.address());
+        args.u64(self.buffers.x.address()).moves(u64::from(rows) * w.row_bytes());
         self.launch(name, [rows, 1, 1], &mut args)
     }
 
@@ -272,39 +297,23 @@ impl Device {
         self.launch(name, [rows, 1, 1], &mut args)
     }
 
-    /// `y = W f(x)` or `y += W f(x)`; `y` has `stride` values a row.
-    #[expect(clippy::too_many_arguments, reason = "a product has so many parts")]
-    fn product(
-        &self,
-        w: &DeviceMatrix,
-        x: &Buffer,
-        input: Input<'_>,
-        y: &Buffer,
-        rows: u32,
-        stride: u32,
-        add: bool,
-    ) -> Result<(), DriverError> {
-        let width = match input {
+    /// A product: by clusters, or of inputs that another kernel has made ready.
+    fn product(&self, p: &Product<'_>) -> Result<(), DriverError> {
+        if self.clustered(p)? {
+            return Ok(());
+        }
+        let width = match p.input {
             Input::Norm(_) => self.config.hidden_size,
             Input::Heads => self.config.gdn.value_width(),
             Input::Plain => self.config.attention.query_width(),
         };
-        self.prepare(x, input, rows, width as u32, w.k_tiles)?;
-        let scaled = matches!(input, Input::Norm(_));
-        self.matmul(w, y, rows, stride, scaled, add)
+        self.prepare(p.x, p.input, p.rows, width as u32, p.w.k_tiles)?;
+        self.matmul(p)
     }
 
     /// The product of prepared inputs.
-    fn matmul(
-        &self,
-        w: &DeviceMatrix,
-        y: &Buffer,
-        rows: u32,
-        stride: u32,
-        scaled: bool,
-        add: bool,
-    ) -> Result<(), DriverError> {
-        let b = &self.buffers;
+    fn matmul(&self, p: &Product<'_>) -> Result<(), DriverError> {
+        let (b, w, rows) = (&self.buffers, p.w, p.rows);
         let blocks = w.rows.div_ceil(TILE_ROWS as u32);
         // More row blocks a block read the inputs less often; fewer keep every multiprocessor busy.
         let tall = blocks >= 4 * self.context.multiprocessors;
@@ -320,8 +329,8 @@ impl Device {
         let (r, tokens) = (tiling.blocks, tiling.tokens);
         let mut args = Args::new();
         args.words(&w.words()).u64(b.fragments.address()).u64(b.sums.address());
-        args.u64(if scaled { b.scale.address() } else { 0 });
-        args.u64(y.address()).u32(rows).u32(stride).u32(u32::from(add));
+        args.u64(if matches!(p.input, Input::Norm(_)) { b.scale.address() } else { 0 });
+        args.u64(p.y.address()).u32(rows).u32(w.rows).u32(u32::from(p.add)).moves(w.tiles.bytes() as u64);
         self.launch(name, [blocks.div_ceil(r), rows.div_ceil(tokens), 1], &mut args)
     }
 
@@ -336,8 +345,12 @@ impl Device {
         args.u64(segment_table).u64(b.projected.address()).u64(conv).u64(a_log).u64(dt_bias).u64(norm);
         args.u64(states).u64(s.sizes.recurrent as u64 / 4).u64(convs).u64(s.sizes.conv as u64 / 4);
         args.u64(b.mixed.address()).u64(b.squares.address());
-        let grid = [(g.value_width() / 32) as u32, segments, 1];
-        self.launch_with("delta", Shape { grid, threads: 128, shared: 0, overlap: true }, &mut args)
+        let states = u64::from(segments) * 2 * 4 * (g.state_len() + g.conv_state_len()) as u64;
+        args.moves(states + vectors.iter().map(|v| v.bytes() as u64).sum::<u64>());
+        // Few sequences are spread over many blocks; for many, a block does once what its columns have in common.
+        let (name, columns) =
+            if segments >= 4 && g.value_dim % 128 == 0 { ("delta_4", 128) } else { ("delta_1", 32) };
+        self.launch(name, [(g.value_width() / columns) as u32, segments, 1], &mut args)
     }
 
     /// From projections to gated attention, layer `index` of its kind.
@@ -350,7 +363,8 @@ impl Device {
         let mut args = Args::new();
         args.u64(segments).u64(row_table).u64(b.projected.address());
         args.u64(vectors[0].address()).u64(vectors[1].address()).u64(b.rotary.address());
-        args.words(&cache).u64(b.queries.address());
+        let position = u64::from(rows) * 2 * 2 * a.kv_width() as u64;
+        args.words(&cache).u64(b.queries.address()).moves(position);
         let heads = (a.heads + 2 * a.kv_heads) as u32;
         self.launch("append", [heads.div_ceil(8), rows, 1], &mut args)?;
 
@@ -359,9 +373,12 @@ impl Device {
             _ => (SPLIT_ROWS / rows.next_power_of_two()).max(1),
         };
         let mut args = Args::new();
-        args.u64(segments).u64(row_table).u64(b.queries.address()).words(&cache);
-        args.u64(b.partial.address()).u64(b.stats.address());
-        let grid = [splits, a.kv_heads as u32, rows];
+        args.u64(segments).u64(row_table).u64(b.queries.address()).words(&cache).u32(splits);
+        args.u64(b.partial.address()).u64(b.stats.address()).moves_per_position(position);
+        // In a short context few splits have a page: one row's are spread out, those of many rows share blocks.
+        let kv_heads = a.kv_heads as u32;
+        let across = if rows == 1 { splits } else { splits.min((FLASH_BLOCKS / (rows * kv_heads)).max(1)) };
+        let grid = [across, kv_heads, rows];
         let shape = Shape { grid, threads: 128, shared: flash_shared(&self.config), overlap: true };
         self.launch_with("flash", shape, &mut args)?;
 
@@ -374,55 +391,30 @@ impl Device {
     }
 
     fn moe(&self, w: &DeviceMoe, gain: &Buffer, rows: u32) -> Result<(), DriverError> {
-        let (b, m, hidden) = (&self.buffers, &self.config.moe, self.hidden());
-        let slots = m.experts_per_token as u32 + 1;
-        self.product(&w.router, &b.x, Input::Norm(gain), &b.router, rows, w.router.rows, false)?;
+        let (b, hidden) = (&self.buffers, self.hidden());
+        let (x, y) = (&b.x, &b.router);
+        self.product(&Product {
+            w: &w.router,
+            x,
+            input: Input::Norm(gain),
+            y,
+            rows,
+            add: false,
+            keep: true,
+        })?;
 
-        let mut args = Args::new();
-        args.u64(b.router.address()).u32(rows).u64(b.weights.address()).u64(b.chosen.address());
-        args.u64(b.pairs.address()).u64(b.work.address()).u64(b.counts.address());
-        self.launch_with(
-            "route",
-            Shape { grid: [1, 1, 1], threads: 1024, shared: 0, overlap: true },
-            &mut args,
-        )?;
-
-        // A block a piece of work, as far as pieces can be many.
-        let pieces = (rows * slots).min(rows * slots / 16 + m.experts as u32 + 1);
-        let most = pieces.min(256);
-        let work = |stack: &Stack| {
-            let mut args = Args::new();
-            args.u64(stack.experts.address()).u64(stack.shared.address()).u64(b.work.address());
-            args.u64(b.counts.address()).u64(b.pairs.address());
-            args.u64(b.fragments.address()).u64(b.sums.address());
-            args
-        };
-        let widest = m.expert_width.max(m.shared_width);
         let grouped = self.grouped && w.gate_up.packing == Packing::Q4 && w.down.packing == Packing::Q4;
-        let sizes = GroupSizes::new(&self.config);
-        let mut args = work(&w.gate_up);
-        args.u64(b.scale.address()).u64(b.middle.address());
-        let blocks = widest.div_ceil(8) as u32;
-        if grouped {
-            let grid = [blocks.div_ceil(GATE_UP_GROUP), pieces, 1];
-            let shape = Shape { grid, threads: THREADS, shared: sizes.gate_up, overlap: true };
-            self.launch_with("gate_up_group_q4", shape, &mut args)?;
-        } else {
-            let name = expert_name("gate_up", w.gate_up.packing);
-            self.launch(name, [blocks, most, 1], &mut args)?;
-        }
+        let group = if grouped { GROUP_BY_COPIES } else { GROUP };
+        let mut args = Args::new();
+        args.u64(b.router.address()).u32(rows).u32(group).u64(b.weights.address()).u64(b.chosen.address());
+        args.u64(b.pairs.address()).u64(b.work.address()).u64(b.counts.address());
+        let shape = Shape { grid: [1, 1, 1], threads: 1024, shared: 0, overlap: true };
+        self.launch_with("route", shape, &mut args)?;
 
-        self.prepare(&b.middle, Input::Plain, rows * slots, widest as u32, (widest / TILE_COLS) as u32)?;
-        let mut args = work(&w.down);
-        args.u64(b.expanded.address());
-        let blocks = hidden.div_ceil(TILE_ROWS as u32);
         if grouped {
-            let grid = [blocks.div_ceil(DOWN_GROUP), pieces, 1];
-            let shape = Shape { grid, threads: THREADS, shared: sizes.down, overlap: true };
-            self.launch_with("down_group_q4", shape, &mut args)?;
+            self.experts_by_copies(w, rows)?;
         } else {
-            let name = expert_name("down", w.down.packing);
-            self.launch(name, [blocks, most, 1], &mut args)?;
+            self.experts(w, rows)?;
         }
 
         let mut args = Args::new();
@@ -430,15 +422,66 @@ impl Device {
         self.launch("add_experts", [hidden.div_ceil(THREADS), rows, 1], &mut args)
     }
 
+    /// What every kernel of experts takes first, in a step of `rows` rows.
+    fn work(&self, stack: &Stack, rows: u32) -> Args {
+        let b = &self.buffers;
+        let mut args = Args::new();
+        args.u64(stack.experts.address()).u64(stack.shared.address()).u64(b.work.address());
+        args.u64(b.counts.address()).u64(b.pairs.address());
+        args.moves(stack.expected_bytes(&self.config.moe, rows));
+        args
+    }
+
+    /// The products of all chosen experts of `rows` rows.
+    fn experts(&self, w: &DeviceMoe, rows: u32) -> Result<(), DriverError> {
+        let (b, m) = (&self.buffers, &self.config.moe);
+        let pairs = rows * (m.experts_per_token as u32 + 1);
+        // A block a piece of work, as far as pieces can be many.
+        let most = pairs.min(pairs / GROUP + m.experts as u32 + 1).min(256);
+        let widest = m.expert_width.max(m.shared_width) as u32;
+        let mut args = self.work(&w.gate_up, rows);
+        args.u64(b.fragments.address()).u64(b.sums.address());
+        args.u64(b.scale.address()).u64(b.middle.address());
+        self.launch(expert_name("gate_up", w.gate_up.packing), [widest.div_ceil(8), most, 1], &mut args)?;
+
+        self.prepare(&b.middle, Input::Plain, pairs, widest, widest / TILE_COLS as u32)?;
+        let mut args = self.work(&w.down, rows);
+        args.u64(b.fragments.address()).u64(b.sums.address()).u64(b.expanded.address());
+        let blocks = self.hidden().div_ceil(TILE_ROWS as u32);
+        self.launch(expert_name("down", w.down.packing), [blocks, most, 1], &mut args)
+    }
+
+    /// The same, with weights by bulk copies.
+    fn experts_by_copies(&self, w: &DeviceMoe, rows: u32) -> Result<(), DriverError> {
+        let (b, sizes) = (&self.buffers, GroupSizes::new(&self.config));
+        let shape = |shared| Shape {
+            grid: [GROUP_BLOCKS * self.context.multiprocessors, 1, 1],
+            threads: THREADS + 64,
+            shared,
+            overlap: true,
+        };
+        let mut args = self.work(&w.gate_up, rows);
+        args.u64(b.fragments.address()).u64(b.sums.address()).u64(b.scale.address());
+        args.u64(b.middle.address()).u64(b.middle_sums.address());
+        self.launch_with("gate_up_group_q4", shape(sizes.gate_up), &mut args)?;
+        let mut args = self.work(&w.down, rows);
+        args.u64(b.middle.address()).u64(b.middle_sums.address()).u64(b.expanded.address());
+        self.launch_with("down_group_q4", shape(sizes.down), &mut args)
+    }
+
     /// Logits of the rows that want them.
-    fn logits(&self, rows: u32, wanted: u32) -> Result<(), DriverError> {
+    fn logits(&self, plan: &Plan) -> Result<(), DriverError> {
         let b = &self.buffers;
         let [_, _, row_table] = self.parts();
-        let mut args = Args::new();
-        args.u64(row_table).u64(b.x.address()).u64(b.wanted.address());
-        self.launch("gather", [rows, 1, 1], &mut args)?;
-        let (head, vocab) = (self.weights.lm_head(), self.config.vocab_size as u32);
-        self.product(head, &b.wanted, Input::Norm(&self.weights.norm), &b.logits, wanted, vocab, false)
+        // In a decode step all rows do.
+        let x = if plan.decode { &b.x } else { &b.wanted };
+        if !plan.decode {
+            let mut args = Args::new();
+            args.u64(row_table).u64(b.x.address()).u64(b.wanted.address());
+            self.launch("gather", [plan.rows as u32, 1, 1], &mut args)?;
+        }
+        let (w, input, rows) = (self.weights.lm_head(), Input::Norm(&self.weights.norm), plan.logits as u32);
+        self.product(&Product { w, x, input, y: &b.logits, rows, add: false, keep: false })
     }
 
     /// Faults and draws; `blocks` blocks have noted their largest logit.
@@ -471,10 +514,12 @@ impl Device {
     }
 }
 
-/// Row blocks of a `gate_up_group_q4` block, as in `kernels/group.cu`.
-const GATE_UP_GROUP: u32 = 5;
-/// Row blocks of a `down_group_q4` block, as there.
-const DOWN_GROUP: u32 = 16;
+/// Blocks of the group kernels on a multiprocessor.
+const GROUP_BLOCKS: u32 = 2;
+/// Strips of weights that a block of the group kernels has in shared memory, as in `kernels/group.cu`.
+const RING: u32 = 3;
+/// Row blocks of a strip of `down_group_q4`, as there.
+const DOWN_GROUP: u32 = 4;
 
 /// Dynamic shared memory of the group kernels.
 #[derive(Clone, Copy, Debug)]
@@ -488,7 +533,7 @@ impl GroupSizes {
     pub fn new(c: &Config) -> Self {
         let widest = c.moe.expert_width.max(c.moe.shared_width);
         let strip = |width: usize| (width / TILE_COLS * Packing::Q4.tile_bytes()) as u32;
-        Self { gate_up: GATE_UP_GROUP * strip(c.hidden_size), down: DOWN_GROUP * strip(widest) }
+        Self { gate_up: RING * strip(c.hidden_size), down: RING * DOWN_GROUP * strip(widest) }
     }
 
     /// By kernel.

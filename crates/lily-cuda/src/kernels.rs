@@ -18,17 +18,23 @@ pub struct Source {
     pub text: &'static str,
     /// Kernels in it.
     pub kernels: &'static [&'static str],
+    /// Whether it is compiled for a model and a compute capability (90 is 9.0).
+    pub fits: fn(&Config, u32) -> bool,
 }
+
+/// Of files that every model needs.
+const ALL: fn(&Config, u32) -> bool = |_, _| true;
 
 /// What every file starts with.
 pub const COMMON: [&str; 2] = [include_str!("../kernels/common.cu"), include_str!("../kernels/state.cu")];
 
 /// All files.
-pub const SOURCES: [Source; 9] = [
+pub const SOURCES: [Source; 10] = [
     Source {
         name: "embed.cu",
         text: include_str!("../kernels/embed.cu"),
         kernels: &["embed_q4", "embed_q8", "embed_bf16", "embed_bf16x2"],
+        fits: ALL,
     },
     Source {
         name: "matmul.cu",
@@ -62,12 +68,25 @@ pub const SOURCES: [Source; 9] = [
             "matmul_bf16x2_1x4",
             "matmul_bf16x2_4x4",
         ],
+        fits: ALL,
     },
-    Source { name: "gdn.cu", text: include_str!("../kernels/gdn.cu"), kernels: &["delta"] },
+    Source {
+        name: "cluster.cu",
+        text: include_str!("../kernels/cluster.cu"),
+        kernels: &["product_q4_8", "product_q4_32", "product_q8_8", "product_q8_32"],
+        fits: ALL,
+    },
+    Source {
+        name: "gdn.cu",
+        text: include_str!("../kernels/gdn.cu"),
+        kernels: &["delta_1", "delta_4"],
+        fits: ALL,
+    },
     Source {
         name: "attention.cu",
         text: include_str!("../kernels/attention.cu"),
         kernels: &["rotary_table", "append", "flash", "combine"],
+        fits: ALL,
     },
     Source {
         name: "moe.cu",
@@ -84,35 +103,45 @@ pub const SOURCES: [Source; 9] = [
             "down_bf16",
             "down_bf16x2",
         ],
+        fits: ALL,
     },
     Source {
         name: "group.cu",
         text: include_str!("../kernels/group.cu"),
         kernels: &["gate_up_group_q4", "down_group_q4"],
+        fits: ALL,
     },
-    Source { name: "head.cu", text: include_str!("../kernels/head.cu"), kernels: &["gather", "finish"] },
     Source {
-        name: "decode.cu",
-        text: include_str!("../kernels/decode.cu"),
-        kernels: &[
-            "project_q4",
-            "project_q8",
-            "logits_q4",
-            "out_gdn_q4",
-            "out_attention_q4",
-            "gate_up_one_q4",
-            "down_one_q4",
-        ],
+        name: "head.cu",
+        text: include_str!("../kernels/head.cu"),
+        kernels: &["gather", "finish"],
+        fits: ALL,
+    },
+    Source {
+        name: "token.cu",
+        text: concat!(
+            include_str!("../kernels/token/layout.cu"),
+            include_str!("../kernels/token/producer.cu"),
+            include_str!("../kernels/token/block.cu"),
+            include_str!("../kernels/token/delta.cu"),
+            include_str!("../kernels/token/attention.cu"),
+            include_str!("../kernels/token/experts.cu"),
+            include_str!("../kernels/token/token.cu"),
+        ),
+        kernels: &["token"],
+        fits: crate::token::fits,
     },
     Source {
         name: "synth.cu",
         text: include_str!("../kernels/synth.cu"),
         kernels: &["random_tiles", "random_floats"],
+        fits: ALL,
     },
 ];
 
-/// Kernels that may touch local memory: run once at load, or off the hot path.
-pub const COLD: [&str; 1] = ["rotary_table"];
+/// Kernels that may touch local memory, and how many bytes of it a thread has at most: what runs once at load; and `token`, where
+/// a few registers wait for the delta rule in it (docs/lab/cuda.md has what would free them).
+pub const LOCAL_MEMORY: [(&str, u32); 2] = [("rotary_table", 128), ("token", 128)];
 
 impl Source {
     /// The whole text of the file.
@@ -163,7 +192,7 @@ pub fn options(config: &Config, arch: &str) -> Vec<String> {
 pub struct Kernels {
     functions: HashMap<&'static str, Function>,
     /// They own the code that `functions` point into.
-    _modules: Vec<Module>,
+    modules: Vec<Module>,
 }
 
 impl Kernels {
@@ -177,7 +206,7 @@ impl Kernels {
         let compiler = Compiler::load();
         let options = options(config, &architecture(context.capability));
         let (mut functions, mut modules) = (HashMap::new(), Vec::new());
-        for source in &SOURCES {
+        for source in SOURCES.iter().filter(|s| (s.fits)(config, context.capability)) {
             let code = cubin(compiler.as_ref(), cache, source.name, &source.full_text(), &options)?;
             let module = Module::load(context, &code)?;
             for &name in source.kernels {
@@ -186,7 +215,19 @@ impl Kernels {
             }
             modules.push(module);
         }
-        Ok(Self { functions, _modules: modules })
+        Ok(Self { functions, modules })
+    }
+
+    /// Numbers that a file defines under a name, for the host.
+    pub fn numbers<const N: usize>(&self, name: &str) -> Result<[u32; N], DriverError> {
+        let missing = || DriverError::Call { call: "number lookup", name: name.to_owned() };
+        self.modules.iter().find_map(|m| m.numbers(name).transpose()).ok_or_else(missing)?
+    }
+
+    /// Names without code, for a stand-in of a device.
+    pub fn names() -> Self {
+        let names = SOURCES.iter().flat_map(|source| source.kernels);
+        Self { functions: names.map(|&name| (name, Function::NONE)).collect(), modules: Vec::new() }
     }
 
     /// A kernel.

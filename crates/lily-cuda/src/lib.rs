@@ -2,11 +2,14 @@
 //! is loaded at run time, so the same program starts on machines without one.
 //!
 //! The rooms are those of every backend: `embed`, `gdn`, `attention`, `moe`, `head` are kernel files, `forward` has their
-//! order, `decode` the short way for one token, `state` the memory of sequences, `driver` the device.
+//! order, `cluster` its products on Hopper, `token` the short way for one token, `state` the memory of sequences, `driver`
+//! the device.
 
+mod args;
 mod backend;
+pub mod cluster;
 pub mod compile;
-pub mod decode;
+pub mod device;
 pub mod driver;
 mod export;
 pub mod forward;
@@ -15,6 +18,7 @@ pub mod pack;
 pub mod profile;
 pub mod state;
 pub mod step;
+pub mod token;
 pub mod weights;
 
 use lily_model::config::Config;
@@ -44,6 +48,14 @@ pub enum LoadError {
         /// Bytes.
         available: u32,
     },
+    /// Random weights can't have the form of the config.
+    #[error(
+        "random weights are only made in 4 and 8 bits, with groups of 64 or 128: {module} has another form, so write the model with `lily synth` and load that"
+    )]
+    Random {
+        /// The first of the modules that lie together.
+        module: String,
+    },
     /// Shapes that the kernels aren't written for.
     #[error(
         "the CUDA kernels can't run this model: {field} is {found}, expected {expected}; use --device cpu"
@@ -69,8 +81,8 @@ fn check_shapes(c: &Config) -> Result<(), LoadError> {
         (
             "linear_key_head_dim",
             g.key_dim,
-            multiple(g.key_dim, 4) && g.key_dim <= 256,
-            "a multiple of 4, at most 256",
+            multiple(g.key_dim, 8) && g.key_dim <= 256,
+            "a multiple of 8, at most 256",
         ),
         ("head_dim", a.head_dim, multiple(a.head_dim, 64) && a.head_dim <= 256, "64, 128, 192 or 256"),
         ("query heads per K/V head", a.heads / a.kv_heads, a.heads / a.kv_heads <= 8, "at most 8"),

@@ -45,26 +45,35 @@ impl Packing {
 
     /// The packing that holds all of `matrices` exactly, or [`Packing::Bf16x2`].
     pub fn of<'a>(matrices: impl IntoIterator<Item = &'a Matrix>) -> Self {
-        let mut all = matrices.into_iter().map(Self::of_one);
+        Self::common(matrices.into_iter().map(Self::of_one))
+    }
+
+    /// The one that all are, or [`Packing::Bf16x2`].
+    pub fn common(packings: impl IntoIterator<Item = Self>) -> Self {
+        let mut all = packings.into_iter();
         let Some(first) = all.next() else { return Self::Bf16x2 };
         if all.all(|p| p == first) { first } else { Self::Bf16x2 }
+    }
+
+    /// Of a matrix that is quantised so, or not at all; `bf16`: its floats are.
+    pub fn of_form(affine: Option<Affine>, bf16: bool) -> Self {
+        match affine {
+            // A wider group is written out once per tile.
+            Some(Affine { bits, group_size }) if bf16 && group_size.is_multiple_of(TILE_COLS) => {
+                if bits == 4 { Self::Q4 } else { Self::Q8 }
+            }
+            None if bf16 => Self::Bf16,
+            _ => Self::Bf16x2,
+        }
     }
 
     fn of_one(m: &Matrix) -> Self {
         let bf16 = |f: &Floats| f.dtype == FloatType::Bf16;
         match &m.form {
-            // A wider group is written out once per tile.
-            Form::Affine { affine: Affine { bits, group_size }, scales, biases, .. }
-                if group_size.is_multiple_of(TILE_COLS) && bf16(scales) && bf16(biases) =>
-            {
-                if *bits == 4 {
-                    Self::Q4
-                } else {
-                    Self::Q8
-                }
+            Form::Affine { affine, scales, biases, .. } => {
+                Self::of_form(Some(*affine), bf16(scales) && bf16(biases))
             }
-            Form::Dense(values) if bf16(values) => Self::Bf16,
-            _ => Self::Bf16x2,
+            Form::Dense(values) => Self::of_form(None, bf16(values)),
         }
     }
 }

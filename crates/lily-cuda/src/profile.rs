@@ -1,44 +1,165 @@
-//! Times of single kernels, taken with events around each: they include what the edges between kernels cost when
-//! nothing overlaps, so their sum is more than a step takes.
+//! What each kernel of a decode step costs: the step is repeated as it was, with the kernel alone and with all but it. Both
+//! count, since kernels overlap: alone one pays for its start, and in the step it may hide behind its neighbours. A kernel
+//! whose bytes of all layers fit into the L2 cache finds them there when it is alone.
 
-use std::cell::RefCell;
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use crate::driver::{Context, DriverError, Event};
+use lily_model::backend::{Backend, BackendError, Batch, Segment, SeqId, Tokens, Want};
+use lily_model::sample::SampleParams;
 
-/// Sums by kernel.
-pub struct Probe {
-    events: (Event, Event),
-    seen: RefCell<BTreeMap<&'static str, (u32, f32)>>,
+use crate::CudaBackend;
+use crate::device::{Launch, traffic};
+use crate::driver::{Context, DriverError, Event, Graph};
+use crate::step::Plan;
+
+/// Steps of one measurement, and measurements of which the median counts.
+const STEPS: u32 = 20;
+const MEASUREMENTS: usize = 5;
+
+/// Bytes of the two buffers that bandwidth is measured with, if there is room: far more than the L2 cache has.
+const COPIED: usize = 2 << 30;
+
+/// All launches of a kernel in a step.
+#[derive(Clone, Debug)]
+pub struct KernelCost {
+    /// Name.
+    pub name: &'static str,
+    /// Launches a step.
+    pub launches: usize,
+    /// Bytes of weights and state that they move together.
+    pub bytes: u64,
+    /// Microseconds of a step with nothing but them.
+    pub alone_us: f64,
+    /// Microseconds that a step saves without them; may be less than nothing.
+    pub in_step_us: f64,
 }
 
-impl Probe {
-    /// Nothing seen yet.
-    pub fn new(context: &Arc<Context>) -> Result<Self, DriverError> {
-        Ok(Self { events: (Event::new(context)?, Event::new(context)?), seen: RefCell::default() })
-    }
+/// A decode step, kernel by kernel.
+#[derive(Clone, Debug)]
+pub struct Profile {
+    /// Sequences that decode a token each.
+    pub batch: usize,
+    /// Tokens before it.
+    pub position: u32,
+    /// Microseconds of the whole step on the device.
+    pub step_us: f64,
+    /// Bytes a second that the device reads and writes when it copies.
+    pub copy_bytes_per_s: f64,
+    /// In the order in which they first run.
+    pub kernels: Vec<KernelCost>,
+}
 
-    /// Runs one launch and waits for it.
-    pub fn around(
-        &self,
-        name: &'static str,
-        launch: impl FnOnce() -> Result<(), DriverError>,
-    ) -> Result<(), DriverError> {
-        let (begin, end) = &self.events;
+fn copy_bandwidth(context: &Arc<Context>) -> Result<f64, DriverError> {
+    let bytes = (context.memory()?.0 / 4).min(COPIED);
+    let from = context.allocate(bytes, "measuring bandwidth")?;
+    let to = context.allocate(bytes, "measuring bandwidth")?;
+    // Not zeros: memory may be faster with them.
+    context.fill(from.address(), 0xA5, bytes)?;
+    let us = median_us(context, || context.copy(to.address(), from.address(), bytes))?;
+    Ok(2.0 * bytes as f64 / us * 1e6)
+}
+
+/// Microseconds of what `enqueue` enqueues.
+fn median_us(
+    context: &Arc<Context>,
+    enqueue: impl Fn() -> Result<(), DriverError>,
+) -> Result<f64, DriverError> {
+    let (begin, end) = (Event::new(context)?, Event::new(context)?);
+    (0..3).try_for_each(|_| enqueue())?;
+    let mut times = Vec::new();
+    for _ in 0..MEASUREMENTS {
         begin.record()?;
-        launch()?;
+        (0..STEPS).try_for_each(|_| enqueue())?;
         end.record()?;
         end.wait()?;
-        let ms = end.since(begin)?;
-        let mut seen = self.seen.borrow_mut();
-        let entry = seen.entry(name).or_default();
-        *entry = (entry.0 + 1, entry.1 + ms * 1e3);
+        times.push(f64::from(end.since(&begin)?) * 1e3 / f64::from(STEPS));
+    }
+    times.sort_by(f64::total_cmp);
+    Ok(times[MEASUREMENTS / 2])
+}
+
+impl CudaBackend {
+    /// Bytes a second that the device reads and writes when it copies.
+    pub fn copy_bandwidth(&self) -> Result<f64, DriverError> {
+        copy_bandwidth(self.context())
+    }
+
+    /// Reads prompts of `position` tokens into `batch` sequences, and profiles the step behind them.
+    pub fn profile(&mut self, batch: usize, position: u32) -> Result<Profile, BackendError> {
+        let seqs = (0..batch).map(|_| self.create(position + 1)).collect::<Result<Vec<_>, _>>()?;
+        for (i, seq) in seqs.iter().enumerate() {
+            self.read(*seq, position, i as u32)?;
+        }
+        let next = |seq: &SeqId| Segment {
+            seq: *seq,
+            start: position,
+            tokens: Tokens::LastSampled,
+            want: Want::Sample(SampleParams::greedy().into()),
+        };
+        let ticket = self.forward(&Batch { segments: seqs.iter().map(next).collect() })?;
+        self.wait(ticket)?;
+        // The device still has the description of this step: so it can be repeated as often as need be.
+        let profile = self.repeat(batch, position)?;
+        seqs.into_iter().try_for_each(|seq| self.free(seq))?;
+        Ok(profile)
+    }
+
+    /// Feeds a sequence, and draws a token.
+    fn read(&mut self, seq: SeqId, tokens: u32, salt: u32) -> Result<(), BackendError> {
+        let (vocab, most) = (self.limits().vocab_size, self.limits().max_batch_tokens);
+        for start in (0..tokens).step_by(most as usize) {
+            let end = tokens.min(start + most);
+            let ids = (start..end).map(|i| (i + 7919 * salt).wrapping_mul(2_654_435_761) % vocab).collect();
+            let want = match end == tokens {
+                true => Want::Sample(SampleParams::greedy().into()),
+                false => Want::Nothing,
+            };
+            let ticket = self
+                .forward(&Batch { segments: vec![Segment { seq, start, tokens: Tokens::Ids(ids), want }] })?;
+            self.wait(ticket)?;
+        }
         Ok(())
     }
 
-    /// Launches and microseconds by kernel.
-    pub fn result(&self) -> Vec<(&'static str, u32, f32)> {
-        self.seen.borrow().iter().map(|(name, (n, us))| (*name, *n, *us)).collect()
+    fn repeat(&mut self, batch: usize, position: u32) -> Result<Profile, BackendError> {
+        let copy_bytes_per_s = self.copy_bandwidth()?;
+        let (step, launches) = self.graph_without(batch, &[])?;
+        let step_us = self.time(&step)?;
+        let mut names: Vec<&'static str> = Vec::new();
+        for launch in &launches {
+            if !names.contains(&launch.name) {
+                names.push(launch.name);
+            }
+        }
+        let mut kernels = Vec::new();
+        for &name in &names {
+            let mine: Vec<Launch> = launches.iter().filter(|l| l.name == name).cloned().collect();
+            let others: Vec<&str> = names.iter().copied().filter(|n| *n != name).collect();
+            let (alone, _) = self.graph_without(batch, &others)?;
+            let (without, _) = self.graph_without(batch, &[name])?;
+            let moved = traffic(&mine);
+            kernels.push(KernelCost {
+                name,
+                launches: mine.len(),
+                bytes: moved.bytes + moved.bytes_per_position * u64::from(position),
+                alone_us: self.time(&alone)?,
+                in_step_us: step_us - self.time(&without)?,
+            });
+        }
+        Ok(Profile { batch, position, step_us, copy_bytes_per_s, kernels })
+    }
+
+    /// A decode step without some kernels, and what it launches. What it computes means nothing if any are missing.
+    fn graph_without(&mut self, batch: usize, omitted: &[&str]) -> Result<(Graph, Vec<Launch>), DriverError> {
+        let device = self.device();
+        device.omit = omitted.iter().map(|name| (*name).to_owned()).collect();
+        let plan = Plan::decoding(batch);
+        let recorded = device.recorded(|device| device.context.capture(|| device.enqueue(&plan)));
+        device.omit.clear();
+        recorded
+    }
+
+    fn time(&mut self, graph: &Graph) -> Result<f64, DriverError> {
+        median_us(&self.device().context, || graph.launch())
     }
 }

@@ -1,6 +1,6 @@
 //! What the host tells the device about a step; `kernels/state.cu` and `kernels/head.cu` have the same structures.
 
-use lily_model::backend::{Batch, Rows, Want};
+use lily_model::backend::{Batch, Rows, Tokens, Want};
 use lily_model::sample::SampleParams;
 
 use crate::state::Sequence;
@@ -70,6 +70,13 @@ pub struct Plan {
     pub masks: usize,
 }
 
+impl Plan {
+    /// A step in which so many sequences decode a token each.
+    pub fn decoding(sequences: usize) -> Self {
+        Self { rows: sequences, segments: sequences, logits: sequences, decode: true, ..Self::default() }
+    }
+}
+
 /// Rows of logits that a segment of `len` tokens wants: its last ones.
 pub fn wanted(want: &Want, len: usize) -> usize {
     match want {
@@ -79,24 +86,21 @@ pub fn wanted(want: &Want, len: usize) -> usize {
     }
 }
 
-/// Writes a step into `out`. `inputs`: token ids of each segment, empty for the token that its sequence sampled.
-pub fn write(
-    out: &mut [u8],
-    layout: &Layout,
-    batch: &Batch,
-    inputs: &[Vec<u32>],
-    sequences: &[&Sequence],
-) -> Plan {
-    let mut plan = Plan { segments: inputs.len(), decode: true, ..Plan::default() };
+/// Writes a step into `out`; `sequences` are those of the batch's segments.
+pub fn write(out: &mut [u8], layout: &Layout, batch: &Batch, sequences: &[&Sequence]) -> Plan {
+    let mut plan = Plan { segments: batch.segments.len(), decode: true, ..Plan::default() };
     let mut put = |at: usize, words: &[u32]| {
         for (i, w) in words.iter().enumerate() {
             out[at + 4 * i..at + 4 * i + 4].copy_from_slice(&w.to_le_bytes());
         }
     };
-    for (i, ((segment, ids), sequence)) in batch.segments.iter().zip(inputs).zip(sequences).enumerate() {
-        let rows = ids.len().max(1);
+    for (i, (segment, sequence)) in batch.segments.iter().zip(sequences).enumerate() {
+        let rows = segment.tokens.count();
         let want = wanted(&segment.want, rows);
-        let source = if ids.is_empty() { sequence.slot } else { NONE };
+        let (ids, source) = match &segment.tokens {
+            Tokens::Ids(ids) => (&ids[..], NONE),
+            Tokens::LastSampled => (&[][..], sequence.slot),
+        };
         let sample = matches!(segment.want, Want::Sample(_));
         plan.decode &= sample && rows == 1;
         let (first, start) = (plan.rows as u32, sequence.len as u32);
@@ -197,7 +201,7 @@ mod tests {
         let layout = Layout { rows: 8, mask_words: 3 };
         let mut out = vec![0xaa; layout.bytes()];
         let (a, b) = (sequence(4, 10), sequence(2, 64));
-        let plan = write(&mut out, &layout, &batch, &[vec![5, 6, 7], vec![]], &[&a, &b]);
+        let plan = write(&mut out, &layout, &batch, &[&a, &b]);
         assert_eq!((plan.rows, plan.segments, plan.logits, plan.decode), (4, 2, 4, false));
         let word = |at: usize| u32::from_le_bytes([out[at], out[at + 1], out[at + 2], out[at + 3]]);
         let words = |at: usize, n: usize| (0..n).map(|i| word(at + 4 * i)).collect::<Vec<_>>();
@@ -219,10 +223,10 @@ mod tests {
         let layout = Layout { rows: 8, mask_words: 3 };
         let mut out = vec![0; layout.bytes()];
         let s = sequence(0, 1);
-        let mut plan = |batch: &Batch, ids: Vec<u32>| write(&mut out, &layout, batch, &[ids], &[&s]).decode;
-        assert!(plan(&segment(Tokens::LastSampled, &greedy), vec![]));
-        assert!(plan(&segment(Tokens::Ids(vec![1]), &greedy), vec![1]));
-        assert!(!plan(&segment(Tokens::Ids(vec![1, 2]), &greedy), vec![1, 2]));
-        assert!(!plan(&segment(Tokens::Ids(vec![1]), &Want::Nothing), vec![1]));
+        let mut plan = |batch: &Batch| write(&mut out, &layout, batch, &[&s]).decode;
+        assert!(plan(&segment(Tokens::LastSampled, &greedy)));
+        assert!(plan(&segment(Tokens::Ids(vec![1]), &greedy)));
+        assert!(!plan(&segment(Tokens::Ids(vec![1, 2]), &greedy)));
+        assert!(!plan(&segment(Tokens::Ids(vec![1]), &Want::Nothing)));
     }
 }

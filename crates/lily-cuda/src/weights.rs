@@ -2,13 +2,15 @@
 
 use std::sync::Arc;
 
-use lily_model::config::{Config, LayerKind};
+use lily_model::config::{Config, LayerKind, MoeConfig};
+use lily_model::manifest::mlx_path;
 use lily_model::matrix::Matrix;
 use lily_model::weights::{Attention, Expert, Gdn, Layer, Mixer, Moe, Weights};
 
+use crate::LoadError;
 use crate::driver::{Args, Buffer, Context, DriverError, Shape};
 use crate::kernels::Kernels;
-use crate::pack::{Packing, RowSource, TILE_COLS, pack, packed_bytes};
+use crate::pack::{Packing, RowSource, TILE_COLS, TILE_ROWS, pack, packed_bytes};
 
 /// A packed matrix on the device; several matrices of the same inputs may lie in it one behind the other.
 pub struct DeviceMatrix {
@@ -26,6 +28,11 @@ impl DeviceMatrix {
     /// As kernels take it.
     pub fn words(&self) -> [u64; 2] {
         [self.tiles.address(), u64::from(self.rows) | u64::from(self.k_tiles) << 32]
+    }
+
+    /// Bytes of one row.
+    pub fn row_bytes(&self) -> u64 {
+        (self.k_tiles as usize * self.packing.tile_bytes() / TILE_ROWS) as u64
     }
 }
 
@@ -95,6 +102,16 @@ pub struct Stack {
     pub packing: Packing,
 }
 
+impl Stack {
+    /// Bytes that `rows` tokens read if each chooses its experts by chance: the shared one, and of the routed ones those
+    /// that are chosen by any.
+    pub fn expected_bytes(&self, m: &MoeConfig, rows: u32) -> u64 {
+        let (experts, chosen) = (m.experts as f64, m.experts_per_token as f64);
+        let met = experts * (1.0 - (1.0 - chosen / experts).powi(rows as i32));
+        self.shared.bytes() as u64 + (self.experts.bytes() as f64 / experts * met).round() as u64
+    }
+}
+
 impl DeviceWeights {
     /// The matrix that makes logits.
     pub fn lm_head(&self) -> &DeviceMatrix {
@@ -152,7 +169,7 @@ fn interleaved(e: &Expert) -> Vec<RowSource<'_>> {
 /// Rows of a matrix, padded to whole tiles so that the next expert begins a tile.
 fn padded(m: &Matrix) -> Vec<RowSource<'_>> {
     let mut rows: Vec<_> = rows_of(m).collect();
-    rows.resize(rows.len().next_multiple_of(crate::pack::TILE_ROWS), None);
+    rows.resize(rows.len().next_multiple_of(TILE_ROWS), None);
     rows
 }
 
@@ -236,68 +253,111 @@ impl Uploader<'_> {
     }
 }
 
-/// Makes random weights on the device, in the form of a 4-bit checkpoint: for measuring speed where the real files
-/// can't be had. Spreads are those of lily-model's `synth`, the numbers are not.
+/// Makes random weights on the device, in the form that a checkpoint of the config has: for measuring speed where the real
+/// files can't be had. Spreads are those of lily-model's `synth`, the numbers are not.
 pub struct Random<'a> {
     /// Where.
     pub context: &'a Arc<Context>,
     /// Has the two kernels that draw.
     pub kernels: &'a Kernels,
+    /// Shapes and forms.
+    pub config: &'a Config,
     /// Decides every number.
     pub seed: u32,
 }
 
 impl Random<'_> {
-    /// All weights of a model.
-    pub fn weights(&mut self, c: &Config) -> Result<DeviceWeights, DriverError> {
-        let (h, q4) = (c.hidden_size, Packing::Q4);
-        let layers = c.layers.iter().map(|kind| self.layer(c, *kind)).collect::<Result<_, _>>()?;
+    /// All weights of the model.
+    pub fn weights(&mut self) -> Result<DeviceWeights, LoadError> {
+        let c = self.config;
+        let h = c.hidden_size;
+        let layers =
+            c.layers.iter().enumerate().map(|(i, kind)| self.layer(i, *kind)).collect::<Result<_, _>>()?;
         Ok(DeviceWeights {
-            embedding: self.matrix(c.vocab_size, h, q4, (h as f32).sqrt())?,
+            embedding: self.matrix(c.vocab_size, h, self.form("", &["embed_tokens"])?, (h as f32).sqrt())?,
             layers,
             norm: self.floats(h, 1.0, 0.2)?,
-            lm_head: Some(self.matrix(c.vocab_size, h, q4, 3.0)?),
+            lm_head: match c.tie_word_embeddings {
+                true => None,
+                false => Some(self.matrix(c.vocab_size, h, self.form("", &["lm_head"])?, 3.0)?),
+            },
         })
     }
 
-    fn layer(&mut self, c: &Config, kind: LayerKind) -> Result<DeviceLayer, DriverError> {
-        let (h, g, a, q4) = (c.hidden_size, &c.gdn, &c.attention, Packing::Q4);
-        let mixer = match kind {
-            LayerKind::Gdn => DeviceMixer::Gdn {
-                input: self.matrix(g.conv_channels() + g.value_width() + 2 * g.value_heads, h, q4, 1.0)?,
-                vectors: [
-                    self.floats(g.conv_channels() * g.conv_kernel, 0.0, 0.5)?,
-                    self.floats(g.value_heads, 0.0, 1.0)?,
-                    self.floats(g.value_heads, -3.0, 1.0)?,
-                    self.floats(g.value_dim, 1.0, 0.2)?,
-                ],
-                output: self.matrix(h, g.value_width(), q4, 0.35)?,
-            },
-            LayerKind::Attention => DeviceMixer::Attention {
-                input: self.matrix(2 * (a.query_width() + a.kv_width()), h, q4, 1.0)?,
-                vectors: [self.floats(a.head_dim, 1.0, 0.2)?, self.floats(a.head_dim, 1.0, 0.2)?],
-                output: self.matrix(h, a.query_width(), q4, 0.35)?,
-            },
-        };
-        let m = &c.moe;
+    fn layer(&mut self, i: usize, kind: LayerKind) -> Result<DeviceLayer, LoadError> {
+        let h = self.config.hidden_size;
         Ok(DeviceLayer {
             input_norm: self.floats(h, 1.0, 0.2)?,
-            mixer,
+            mixer: match kind {
+                LayerKind::Gdn => self.gdn(&format!("layers.{i}.linear_attn."))?,
+                LayerKind::Attention => self.attention(&format!("layers.{i}.self_attn."))?,
+            },
             post_attention_norm: self.floats(h, 1.0, 0.2)?,
-            moe: DeviceMoe {
-                router: self.matrix(m.experts + 1, h, Packing::Q8, 2.0)?,
-                gate_up: Stack {
-                    experts: self.matrix(m.experts * 2 * m.expert_width, h, q4, 1.0)?.tiles,
-                    shared: self.matrix(2 * m.shared_width, h, q4, 1.0)?.tiles,
-                    packing: q4,
-                },
-                down: Stack {
-                    experts: self.matrix(m.experts * h, m.expert_width, q4, 0.35)?.tiles,
-                    shared: self.matrix(h, m.shared_width, q4, 0.35)?.tiles,
-                    packing: q4,
-                },
+            moe: self.moe(&format!("layers.{i}.mlp."))?,
+        })
+    }
+
+    fn gdn(&mut self, path: &str) -> Result<DeviceMixer, LoadError> {
+        let (h, g) = (self.config.hidden_size, &self.config.gdn);
+        let input = self.form(path, &["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"])?;
+        Ok(DeviceMixer::Gdn {
+            input: self.matrix(g.conv_channels() + g.value_width() + 2 * g.value_heads, h, input, 1.0)?,
+            vectors: [
+                self.floats(g.conv_channels() * g.conv_kernel, 0.0, 0.5)?,
+                self.floats(g.value_heads, 0.0, 1.0)?,
+                self.floats(g.value_heads, -3.0, 1.0)?,
+                self.floats(g.value_dim, 1.0, 0.2)?,
+            ],
+            output: self.matrix(h, g.value_width(), self.form(path, &["out_proj"])?, 0.35)?,
+        })
+    }
+
+    fn attention(&mut self, path: &str) -> Result<DeviceMixer, LoadError> {
+        let (h, a) = (self.config.hidden_size, &self.config.attention);
+        let input = self.form(path, &["q_proj", "k_proj", "v_proj"])?;
+        Ok(DeviceMixer::Attention {
+            input: self.matrix(2 * (a.query_width() + a.kv_width()), h, input, 1.0)?,
+            vectors: [self.floats(a.head_dim, 1.0, 0.2)?, self.floats(a.head_dim, 1.0, 0.2)?],
+            output: self.matrix(h, a.query_width(), self.form(path, &["o_proj"])?, 0.35)?,
+        })
+    }
+
+    fn moe(&mut self, path: &str) -> Result<DeviceMoe, LoadError> {
+        let (h, m) = (self.config.hidden_size, &self.config.moe);
+        let router = self.form(path, &["gate", "shared_expert_gate"])?;
+        let [gate, up] = ["gate_proj", "up_proj"];
+        let gate_up =
+            ["switch_mlp.", "shared_expert."].map(|of| self.form(&format!("{path}{of}"), &[gate, up]));
+        let down = self.form(path, &["switch_mlp.down_proj", "shared_expert.down_proj"])?;
+        let [routed, shared] = gate_up;
+        let gate_up = Packing::common([routed?, shared?]);
+        Ok(DeviceMoe {
+            router: self.matrix(m.experts + 1, h, router, 2.0)?,
+            gate_up: Stack {
+                experts: self.matrix(m.experts * 2 * m.expert_width, h, gate_up, 1.0)?.tiles,
+                shared: self.matrix(2 * m.shared_width, h, gate_up, 1.0)?.tiles,
+                packing: gate_up,
+            },
+            down: Stack {
+                experts: self.matrix(m.experts * h, m.expert_width, down, 0.35)?.tiles,
+                shared: self.matrix(h, m.shared_width, down, 0.35)?.tiles,
+                packing: down,
             },
         })
+    }
+
+    /// Form of modules that lie one behind the other, in a checkpoint of the config.
+    fn form(&self, path: &str, names: &[&str]) -> Result<Packing, LoadError> {
+        let form = |name: &&str| {
+            let quantization = self.config.quantization.as_ref();
+            Packing::of_form(quantization.and_then(|q| q.of(&mlx_path(&format!("{path}{name}")))), true)
+        };
+        let packing = Packing::common(names.iter().map(form));
+        let drawn = matches!(packing, Packing::Q4 | Packing::Q8);
+        match drawn || self.context.is_stand_in() {
+            true => Ok(packing),
+            false => Err(LoadError::Random { module: format!("{path}{}", names[0]) }),
+        }
     }
 
     /// A matrix whose weights' deviation is `gain / sqrt(cols)`.
@@ -307,7 +367,7 @@ impl Random<'_> {
         cols: usize,
         packing: Packing,
         gain: f32,
-    ) -> Result<DeviceMatrix, DriverError> {
+    ) -> Result<DeviceMatrix, LoadError> {
         let tiles = self.context.allocate(packed_bytes(rows, cols, packing), "random weights")?;
         let n = tiles.bytes() / packing.tile_bytes();
         let mut args = Args::new();

@@ -4,10 +4,17 @@
 mod common;
 
 use common::random::{Stored, config, model};
-use common::{assert_close, device, feed, fresh, load, options, root, rows, segment, step, tokens};
-use lily_cuda::Options;
-use lily_model::backend::{Backend, Output, Rows, Want};
+use common::{
+    assert_batch_changes_nothing, assert_close, device, feed, fresh, load, options, root, rows, segment,
+    step, tokens,
+};
+use lily_cuda::device::{decode_launches, traffic};
+use lily_cuda::driver::Context;
+use lily_cuda::{CudaBackend, Options};
+use lily_model::backend::{Backend, Rows, Want};
+use lily_model::config::Config;
 use lily_model::config::LayerKind::{Attention, Gdn};
+use lily_model::presets::CONFIG_35B_A3B;
 use lily_model::sample::argmax;
 
 /// Against f32 arithmetic. Products have inputs of 16 bits of mantissa.
@@ -169,51 +176,46 @@ fn sequences_in_a_batch_equal_each_alone() {
     }
 }
 
-/// A thousand greedy tokens are the same alone and among seven others, through tokens that never leave the device and
-/// with two steps in flight.
 #[test]
 fn a_thousand_greedy_tokens_are_the_same_in_a_batch() {
-    use lily_model::backend::{Batch, Segment, Tokens};
-    use lily_model::sample::SampleParams;
+    if !device() {
+        return;
+    }
+    assert_batch_changes_nothing(&mut load("demo").backend_with(&Options { context: 1100, ..options() }));
+}
+
+/// The same at the real widths, with random weights made on the device.
+#[test]
+fn a_thousand_greedy_tokens_of_the_real_shape_are_the_same_in_a_batch() {
+    if !device() {
+        return;
+    }
+    let config = Config::from_json(CONFIG_35B_A3B).unwrap();
+    let options = Options { context: 1100, ..options() };
+    assert_batch_changes_nothing(&mut CudaBackend::random(config, 1, &options).unwrap());
+}
+
+/// A profile launches what `lily inspect` lists, and leaves the backend as it was.
+#[test]
+fn a_profile_has_every_kernel_of_a_step() {
     if !device() {
         return;
     }
     let model = load("demo");
-    let mut backend = model.backend_with(&Options { context: 1100, ..options() });
-    let mut run = |prompts: &[Vec<u32>]| -> Vec<Vec<u32>> {
-        let seqs: Vec<_> = prompts.iter().map(|_| backend.create(1100).unwrap()).collect();
-        let mut texts = vec![Vec::new(); prompts.len()];
-        let mut tickets = std::collections::VecDeque::new();
-        for i in 0..=1001 {
-            if i <= 1000 {
-                let segment = |(seq, p): (&_, &Vec<u32>)| Segment {
-                    seq: *seq,
-                    start: if i == 0 { 0 } else { (p.len() + i - 1) as u32 },
-                    tokens: if i == 0 { Tokens::Ids(p.clone()) } else { Tokens::LastSampled },
-                    want: Want::Sample(SampleParams::greedy().into()),
-                };
-                let segments = seqs.iter().zip(prompts).map(segment).collect();
-                tickets.push_back(backend.forward(&Batch { segments }).unwrap());
-            }
-            if i >= 1 {
-                let outputs = backend.wait(tickets.pop_front().unwrap()).unwrap();
-                for (text, out) in texts.iter_mut().zip(outputs) {
-                    match out.unwrap() {
-                        Output::Sampled(s) => text.push(s.token),
-                        other => panic!("{other:?}"),
-                    }
-                }
-            }
-        }
-        seqs.into_iter().for_each(|s| backend.free(s).unwrap());
-        texts
-    };
-    let prompts: Vec<Vec<u32>> = (0..8).map(|i| tokens(20 + i, 8192)[i..].to_vec()).collect();
-    let together = run(&prompts);
-    for (i, prompt) in prompts.iter().enumerate().take(2) {
-        let alone = run(std::slice::from_ref(prompt)).remove(0);
-        let same = alone.iter().zip(&together[i]).take_while(|(a, b)| a == b).count();
-        println!("sequence {i}: the first {same} of 1001 tokens are the same");
-        assert_eq!(same, 1001);
+    let mut backend = model.backend();
+    let ids = tokens(30, model.config.vocab_size);
+    let (before, free) = (fresh(&mut backend, &ids), backend.free_bytes());
+    for batch in [1, 3] {
+        let profile = backend.profile(batch, 20).unwrap();
+        let gpu = Context::open(0).unwrap();
+        let launches = decode_launches(model.config.clone(), &gpu, batch).unwrap();
+        assert_eq!(profile.kernels.iter().map(|k| k.launches).sum::<usize>(), launches.len());
+        let moved = traffic(&launches);
+        let bytes = profile.kernels.iter().map(|k| k.bytes).sum::<u64>();
+        assert_eq!(bytes, moved.bytes + 20 * moved.bytes_per_position);
+        assert!(profile.step_us > 0.0 && profile.kernels.iter().all(|k| k.alone_us > 0.0), "{profile:?}");
+        assert!(profile.copy_bytes_per_s > 1e10, "{profile:?}");
     }
+    assert_eq!(backend.free_bytes(), free);
+    assert!(fresh(&mut backend, &ids) == before);
 }

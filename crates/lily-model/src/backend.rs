@@ -5,6 +5,7 @@
 //! returns at once on devices that can; [`Backend::wait`] delivers the results. A decode segment may ask
 //! for [`Tokens::LastSampled`], so a sampled token never has to visit the host between two steps.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use crate::sample::{SampleParams, Sampled};
@@ -49,6 +50,16 @@ pub enum Tokens {
     Ids(Vec<u32>),
     /// The one token that the previous step of this sequence sampled; it stays on the device.
     LastSampled,
+}
+
+impl Tokens {
+    /// How many.
+    pub fn count(&self) -> usize {
+        match self {
+            Self::Ids(ids) => ids.len(),
+            Self::LastSampled => 1,
+        }
+    }
 }
 
 /// The output of a segment.
@@ -111,7 +122,8 @@ pub enum BackendError {
         capacity: u32,
         /// Bytes of K/V and recurrent state which that takes.
         needed: u64,
-        /// Bytes of the budget not yet reserved.
+        /// Bytes that a sequence could have: [`Backend::free_bytes`], or less on devices whose memory has parts that can't
+        /// stand in for each other.
         available: u64,
     },
     /// A sequence can't be longer than the context given at load.
@@ -158,6 +170,74 @@ pub struct Limits {
     pub state_budget: u64,
 }
 
+/// How far a sequence has come, for [`Batch::check`].
+#[derive(Clone, Copy, Debug)]
+pub struct Progress {
+    /// Tokens fed so far.
+    pub len: usize,
+    /// Most tokens that memory is reserved for.
+    pub capacity: usize,
+    /// Whether its last step sampled a token.
+    pub sampled: bool,
+}
+
+impl Batch {
+    /// Checks every rule that holds for all backends, so that a batch is refused before anything changes. `progress`
+    /// knows the backend's sequences.
+    pub fn check(
+        &self,
+        limits: &Limits,
+        progress: impl Fn(SeqId) -> Option<Progress>,
+    ) -> Result<(), BackendError> {
+        let invalid = |problem: String| Err(BackendError::InvalidBatch(problem));
+        let (segments, most) = (self.segments.len(), limits.max_segments);
+        if segments > most as usize {
+            return invalid(format!("{segments} segments in a step, the most is {most}"));
+        }
+        let mut seen = HashSet::new();
+        for segment in &self.segments {
+            let (seq, id) = (segment.seq, segment.seq.0);
+            let sequence = progress(seq).ok_or(BackendError::Unknown { kind: "sequence", id })?;
+            if !seen.insert(seq) {
+                return invalid(format!("sequence {id} has two segments"));
+            }
+            segment.check(limits, sequence).or_else(|problem| invalid(format!("sequence {id} {problem}")))?;
+        }
+        let tokens = self.segments.iter().map(|segment| segment.tokens.count()).sum::<usize>();
+        let most = limits.max_batch_tokens;
+        if tokens > most as usize {
+            return invalid(format!("{tokens} tokens in a step, the most is {most}"));
+        }
+        Ok(())
+    }
+}
+
+impl Segment {
+    /// Says what is wrong with it.
+    fn check(&self, limits: &Limits, sequence: Progress) -> Result<(), String> {
+        let Progress { len, capacity, sampled } = sequence;
+        let (start, end) = (self.start, len + self.tokens.count());
+        if start as usize != len {
+            return Err(format!("continues at {start}, but has {len} tokens"));
+        }
+        match &self.tokens {
+            Tokens::LastSampled if !sampled => return Err("has sampled nothing yet".to_owned()),
+            Tokens::Ids(ids) if ids.is_empty() => return Err("has a segment without tokens".to_owned()),
+            Tokens::Ids(ids) => {
+                let vocab = limits.vocab_size;
+                if let Some(token) = ids.iter().find(|&&token| token >= vocab) {
+                    return Err(format!("has token {token}, the vocabulary has {vocab}"));
+                }
+            }
+            Tokens::LastSampled => {}
+        }
+        if end > capacity {
+            return Err(format!("would have {end} tokens, its capacity is {capacity}"));
+        }
+        Ok(())
+    }
+}
+
 /// A device that holds the weights and the state of sequences.
 ///
 /// One thread owns it. State of a sequence lives in K/V pages and in a slot of recurrent state;
@@ -194,7 +274,8 @@ pub trait Backend: Send {
     fn state_bytes(&self, capacity: u32) -> u64;
 
     /// Bytes of the state budget that are not reserved. Recurrent state counts for each sequence and each snapshot, K/V
-    /// pages that several of them share may count once, until the last lets go.
+    /// pages that several of them share may count once, until the last lets go. A device may have used up one kind of
+    /// state, and refuse a sequence for it, while bytes of the other are free.
     fn free_bytes(&self) -> u64;
 
     /// Steps that may be enqueued before the oldest is waited for: 1, or more on devices where
@@ -208,4 +289,58 @@ pub trait Backend: Send {
 
     /// Results of the oldest step not yet waited for; `ticket` must be that step's.
     fn wait(&mut self, ticket: Ticket) -> Result<StepOutput, BackendError>;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn segment(seq: u64, start: u32, tokens: Tokens) -> Segment {
+        Segment { seq: SeqId(seq), start, tokens, want: Want::Nothing }
+    }
+
+    fn ids(seq: u64, start: u32, ids: &[u32]) -> Segment {
+        segment(seq, start, Tokens::Ids(ids.to_vec()))
+    }
+
+    /// Sequences 1 to 3 have two tokens and room for 8; 2 has sampled one more.
+    fn check(segments: &[Segment]) -> Result<(), BackendError> {
+        let limits = Limits {
+            name: "test".to_owned(),
+            vocab_size: 384,
+            context: 8,
+            max_batch_tokens: 9,
+            max_segments: 2,
+            state_budget: 0,
+        };
+        let progress = |SeqId(id): SeqId| {
+            (1..=3).contains(&id).then_some(Progress { len: 2, capacity: 8, sampled: id == 2 })
+        };
+        Batch { segments: segments.to_vec() }.check(&limits, progress)
+    }
+
+    #[test]
+    fn a_batch_that_keeps_the_rules_passes() {
+        assert_eq!(check(&[]), Ok(()));
+        assert_eq!(check(&[ids(1, 2, &[0, 1, 2, 3, 4, 383]), ids(2, 2, &[7, 7, 7])]), Ok(()));
+        assert_eq!(check(&[segment(2, 2, Tokens::LastSampled), ids(3, 2, &[5])]), Ok(()));
+    }
+
+    #[test]
+    fn a_batch_that_breaks_a_rule_is_refused_by_name() {
+        let cases = [
+            (vec![ids(1, 0, &[3])], "sequence 1 continues at 0, but has 2 tokens"),
+            (vec![ids(1, 2, &[])], "sequence 1 has a segment without tokens"),
+            (vec![ids(1, 2, &[1; 7])], "sequence 1 would have 9 tokens, its capacity is 8"),
+            (vec![ids(3, 2, &[383, 384])], "sequence 3 has token 384, the vocabulary has 384"),
+            (vec![segment(1, 2, Tokens::LastSampled)], "sequence 1 has sampled nothing yet"),
+            (vec![ids(1, 2, &[1]), ids(1, 2, &[1])], "sequence 1 has two segments"),
+            (vec![ids(1, 2, &[1; 5]), ids(2, 2, &[1; 5])], "10 tokens in a step, the most is 9"),
+            (vec![ids(1, 2, &[1]), ids(2, 2, &[1]), ids(3, 2, &[1])], "3 segments in a step, the most is 2"),
+        ];
+        for (segments, problem) in cases {
+            assert_eq!(check(&segments), Err(BackendError::InvalidBatch(problem.to_owned())));
+        }
+        assert_eq!(check(&[ids(4, 2, &[1])]), Err(BackendError::Unknown { kind: "sequence", id: 4 }));
+    }
 }

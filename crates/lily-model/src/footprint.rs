@@ -60,6 +60,18 @@ impl Footprint {
     pub fn read_per_token(&self) -> u64 {
         self.parts.iter().map(|p| p.read_per_token).sum()
     }
+
+    /// Bytes of weights read in a step that decodes a token of each of `sequences` sequences, if each chooses its experts by
+    /// chance: an expert is read once, however many choose it.
+    pub fn read_per_step(&self, config: &Config, sequences: usize) -> f64 {
+        let missed = 1.0 - config.moe.experts_per_token as f64 / config.moe.experts as f64;
+        let read = |p: &PartBytes| match p.part {
+            Part::Experts => p.stored as f64 * (1.0 - missed.powi(sequences as i32)),
+            Part::Embedding => (p.read_per_token * sequences as u64) as f64,
+            _ => p.read_per_token as f64,
+        };
+        self.parts.iter().map(read).sum()
+    }
 }
 
 fn part_bytes(config: &Config, part: Part) -> PartBytes {
@@ -116,6 +128,18 @@ mod tests {
         // f32 state, read and written; bf16 K/V.
         assert_mega(2 * 4 * f.recurrent_values, 126.0);
         assert_eq!(2 * f.kv_values_per_token, 20_480);
+    }
+
+    #[test]
+    fn a_batch_reads_all_but_experts_once() {
+        let (config, f) = real();
+        let step = |n| f.read_per_step(&config, n);
+        assert!((step(1) - f.read_per_token() as f64).abs() < 1.0);
+        // Two tokens share 8 of 256 experts by chance: a quarter of one on average.
+        let experts = read(&f, &[Part::Experts]) as f64;
+        let row = f.parts[0].read_per_token as f64;
+        assert!((step(2) - step(1) - row - experts * (1.0 - 8.0 / 256.0)).abs() < 1.0);
+        assert!(step(10_000) < f.stored() as f64 + 10_000.0 * row);
     }
 
     #[test]

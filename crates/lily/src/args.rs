@@ -38,6 +38,18 @@ pub struct Global {
     pub verbose: u8,
 }
 
+impl Global {
+    /// Refuses options that don't go together.
+    pub fn check(&self) -> Result<(), UsageError> {
+        match self.device {
+            DeviceChoice::Cuda(_) if self.cpu_exact => Err(UsageError(
+                "--cpu-exact is for the CPU, and --device names a GPU: leave one of them out".to_owned(),
+            )),
+            _ => Ok(()),
+        }
+    }
+}
+
 /// A device to compute on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeviceChoice {
@@ -280,11 +292,20 @@ pub struct Bench {
     /// Tokens to write after each
     #[arg(long, default_value_t = 64, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub decode_tokens: u32,
+    /// Sequences that read such a prompt, one after another, and then write side by side; separated by commas
+    #[arg(long, default_value = "1", value_delimiter = ',', value_name = "N,...", conflicts_with = "text", value_parser = clap::value_parser!(u32).range(1..=32))]
+    pub batch: Vec<u32>,
     /// Measured runs, after one that warms up
     #[arg(long, default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub repeat: u32,
+    /// Measure a model of random weights that are made in the GPU's memory, instead of --model
+    #[arg(long, value_name = "PRESET", conflicts_with = "text")]
+    pub synth: Option<Preset>,
+    /// On a GPU: measure each kernel of a decode step too
+    #[arg(long)]
+    pub profile: bool,
     /// Measure the machine alone, without a model: memory bandwidth and int8 multiply-adds, from one thread up to all
-    #[arg(long, conflicts_with_all = ["prompt_tokens", "text", "decode_tokens", "repeat"])]
+    #[arg(long, conflicts_with_all = ["prompt_tokens", "text", "decode_tokens", "batch", "repeat", "synth", "profile"])]
     pub probe: bool,
     /// Print one JSON object
     #[arg(long)]

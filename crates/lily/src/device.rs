@@ -31,30 +31,38 @@ pub fn open(
     weights: &Arc<Weights>,
     size: Size,
 ) -> Result<Box<dyn Backend>> {
-    match global.device {
-        DeviceChoice::Auto | DeviceChoice::Cpu => {
-            let options = lily_cpu::Options {
-                threads: global.threads.map(usize::from),
-                context: size.context,
-                max_sequences: size.sequences,
-                snapshot_bytes: size.snapshot_bytes,
-                max_batch_tokens: size.batch_tokens,
-                exact: global.cpu_exact,
-                ..lily_cpu::Options::default()
-            };
-            Ok(Box::new(CpuBackend::new(config.clone(), Arc::clone(weights), &options)?))
-        }
+    Ok(match global.device {
+        DeviceChoice::Auto | DeviceChoice::Cpu => Box::new(cpu(global, config, weights, size)?),
         DeviceChoice::Cuda(device) => {
-            let options = lily_cuda::Options {
-                device,
-                context: size.context,
-                max_sequences: size.sequences,
-                max_batch_tokens: size.batch_tokens,
-                cache: kernel_cache(),
-                ..lily_cuda::Options::default()
-            };
-            Ok(Box::new(CudaBackend::new(config.clone(), weights, &options)?))
+            Box::new(CudaBackend::new(config.clone(), weights, &cuda_options(device, &size))?)
         }
+    })
+}
+
+/// The processor.
+fn cpu(global: &Global, config: &Config, weights: &Arc<Weights>, size: Size) -> Result<CpuBackend> {
+    let options = lily_cpu::Options {
+        threads: global.threads.map(usize::from),
+        context: size.context,
+        max_sequences: size.sequences,
+        snapshot_bytes: size.snapshot_bytes,
+        max_batch_tokens: size.batch_tokens,
+        exact: global.cpu_exact,
+        ..lily_cpu::Options::default()
+    };
+    Ok(CpuBackend::new(config.clone(), Arc::clone(weights), &options)?)
+}
+
+/// What a GPU is opened with.
+pub fn cuda_options(device: usize, size: &Size) -> lily_cuda::Options {
+    lily_cuda::Options {
+        device,
+        context: size.context,
+        max_sequences: size.sequences,
+        snapshot_bytes: size.snapshot_bytes,
+        max_batch_tokens: size.batch_tokens,
+        cache: kernel_cache(),
+        ..lily_cuda::Options::default()
     }
 }
 

@@ -3,13 +3,15 @@
 use std::io::{self, Write};
 
 use anyhow::Result;
+use lily_cuda::device::{Launch, decode_launches, stages, traffic};
+use lily_cuda::driver::{Context, DriverError};
 use lily_model::config::{Config, LayerKind};
 use lily_model::footprint::Footprint;
 use lily_model::manifest::{ModuleKind, modules};
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use crate::args::{Global, Inspect};
+use crate::args::{DeviceChoice, Global, Inspect};
 use crate::session::context;
 use crate::source::Source;
 
@@ -23,6 +25,38 @@ struct Report {
     context: u32,
     /// How a sequence's state is held.
     state: Vec<State>,
+    /// With `--device cuda`.
+    #[serde(flatten)]
+    step: Option<Step>,
+}
+
+/// What a GPU does to decode a token, by the code that does it.
+#[derive(Serialize)]
+struct Step {
+    /// Which GPU's shapes it is for.
+    gpu: String,
+    /// Whether that GPU is in this machine.
+    gpu_is_here: bool,
+    kernels_per_token: usize,
+    /// Stages that wait for each other; a kernel has one or more.
+    stages_per_token: u32,
+    /// Weights and state, at the start of a sequence.
+    bytes_per_token: u64,
+    bytes_per_token_at_context: u64,
+    launches: Vec<Launched>,
+}
+
+#[derive(Serialize)]
+struct Launched {
+    /// Its first stage, and how many there are.
+    stage: u32,
+    stages: u32,
+    kernel: &'static str,
+    grid: [u32; 3],
+    threads: u32,
+    shared_bytes: u32,
+    bytes: u64,
+    bytes_per_position: u64,
 }
 
 #[derive(Serialize)]
@@ -65,7 +99,11 @@ pub fn inspect(args: &Inspect, global: &Global) -> Result<()> {
             (source.name.clone(), source.config()?)
         }
     };
-    let report = report(model, &config, context(args.context.ctx_size, &config)?);
+    let mut report = report(model, &config, context(args.context.ctx_size, &config)?);
+    if let DeviceChoice::Cuda(index) = global.device {
+        report.state.push(gpu_state(&config, report.context, &report.weights));
+        report.step = Some(step(config, index, report.context)?);
+    }
     let mut out = io::stdout().lock();
     if args.json {
         return Ok(writeln!(out, "{:#}", json!(report))?);
@@ -91,21 +129,64 @@ fn report(model: String, config: &Config, context: u32) -> Report {
     let cpu = |held_by, exact| {
         let bytes = |tokens: u32| lily_cpu::state_bytes(config, exact, tokens as usize);
         let kv = (bytes(LONG) - bytes(0)) / u64::from(LONG);
-        state(held_by, bytes(0), kv, bytes(context), context, &weights)
+        state(held_by, bytes(0), 2 * bytes(0), kv, bytes(context), context, &weights)
     };
     let state = vec![cpu("cpu: bf16 K/V", false), cpu("cpu, --cpu-exact: f32 K/V", true)];
-    Report { model, shapes: shapes(config), parameters: footprint.parameters(), weights, context, state }
+    let (shapes, parameters) = (shapes(config), footprint.parameters());
+    Report { model, shapes, parameters, weights, context, state, step: None }
 }
 
+/// State of a sequence on a GPU.
+fn gpu_state(config: &Config, context: u32, weights: &Weights) -> State {
+    let sizes = lily_cuda::state::Sizes::new(config, context as usize);
+    let kv = (sizes.page / lily_cuda::state::PAGE) as u64;
+    let at_context = sizes.sequence(context as usize);
+    // Of the two copies of the convolution's state one is read and the other written; tokens aren't touched.
+    let moved = (2 * sizes.recurrent + sizes.conv) as u64;
+    state("cuda: bf16 K/V", sizes.slot() as u64, moved, kv, at_context, context, weights)
+}
+
+/// The decode step on a GPU of this machine, or on the one that the kernels are tuned for.
+fn step(config: Config, index: usize, context: u32) -> Result<Step> {
+    let (gpu, gpu_is_here) = match Context::open(index) {
+        Ok(gpu) => (gpu, true),
+        Err(DriverError::NoDriver | DriverError::NoDevice { count: 0, .. }) => (Context::h200(), false),
+        Err(error) => return Err(error.into()),
+    };
+    let launches = decode_launches(config, &gpu, 1)?;
+    let moved = traffic(&launches);
+    let launched = |l: &Launch| Launched {
+        stage: l.stage,
+        stages: l.stages,
+        kernel: l.name,
+        grid: l.grid,
+        threads: l.threads,
+        shared_bytes: l.shared,
+        bytes: l.traffic.bytes,
+        bytes_per_position: l.traffic.bytes_per_position,
+    };
+    Ok(Step {
+        gpu: gpu.description(),
+        gpu_is_here,
+        kernels_per_token: launches.len(),
+        stages_per_token: stages(&launches),
+        bytes_per_token: moved.bytes,
+        bytes_per_token_at_context: moved.bytes + moved.bytes_per_position * u64::from(context),
+        launches: launches.iter().map(launched).collect(),
+    })
+}
+
+/// `moved`: what of the fixed state a token reads and writes.
 fn state(
     held_by: &'static str,
     fixed: u64,
+    moved: u64,
     kv_per_token: u64,
     at_context: u64,
     context: u32,
     weights: &Weights,
 ) -> State {
-    let at_start = weights.bytes_per_decoded_token + 2 * fixed;
+    let at_start = weights.bytes_per_decoded_token + moved;
     State {
         held_by,
         fixed_bytes: fixed,
@@ -189,6 +270,42 @@ fn write_text(out: &mut impl Write, report: &Report) -> io::Result<()> {
         for (what, bytes) in lines {
             writeln!(out, "  {what:<44}{:>18} bytes", grouped(bytes))?;
         }
+    }
+    report.step.as_ref().map_or(Ok(()), |step| write_step(out, step, report.context))
+}
+
+fn write_step(out: &mut impl Write, step: &Step, context: u32) -> io::Result<()> {
+    let here = if step.gpu_is_here { "" } else { ", though none is here" };
+    writeln!(out, "\ndecoding a token on a GPU ({}{here})", step.gpu)?;
+    let at_context = format!("bytes moved, at {} tokens", grouped(context.into()));
+    let lines = [
+        ("kernels", step.kernels_per_token as u64),
+        ("stages that wait for each other", step.stages_per_token.into()),
+        ("bytes moved, at the start", step.bytes_per_token),
+        (&at_context, step.bytes_per_token_at_context),
+    ];
+    for (what, n) in lines {
+        writeln!(out, "  {what:<44}{:>18}", grouped(n))?;
+    }
+    let columns = ("stage", "kernel", "blocks", "threads", "shared", "bytes", "a position");
+    let (stage, kernel, blocks, threads, shared, bytes, position) = columns;
+    writeln!(
+        out,
+        "\n  {stage:>7}  {kernel:<20}{blocks:>14}{threads:>9}{shared:>9}{bytes:>14}{position:>12}"
+    )?;
+    for l in &step.launches {
+        let blocks = l.grid.map(|n| n.to_string()).join(" x ");
+        let stage = if l.stages == 1 {
+            l.stage.to_string()
+        } else {
+            format!("{}-{}", l.stage, l.stage + l.stages - 1)
+        };
+        let (kernel, threads, shared) = (l.kernel, l.threads, l.shared_bytes);
+        let (bytes, position) = (grouped(l.bytes), grouped(l.bytes_per_position));
+        writeln!(
+            out,
+            "  {stage:>7}  {kernel:<20}{blocks:>14}{threads:>9}{shared:>9}{bytes:>14}{position:>12}"
+        )?;
     }
     Ok(())
 }

@@ -31,17 +31,7 @@ const USAGE: u8 = 2;
 fn main() -> ExitCode {
     let args = Args::parse();
     log::start(args.global.verbose, matches!(args.command, Command::Serve(_)));
-    let result = match &args.command {
-        Command::Run(command) => run::run(command, &args.global),
-        Command::Chat(command) => chat::chat(command, &args.global),
-        Command::Serve(command) => serve::serve(command, &args.global),
-        Command::Inspect(command) => inspect::inspect(command, &args.global),
-        Command::Synth(command) => synth::synth(command),
-        Command::Logits(command) => logits::logits(command, &args.global),
-        Command::Eval(command) => eval::eval(command, &args.global),
-        Command::Bench(command) => bench::bench(command, &args.global),
-    };
-    let Err(error) = result else { return ExitCode::SUCCESS };
+    let Err(error) = execute(&args) else { return ExitCode::SUCCESS };
     if error.is::<Interrupted>() {
         return ExitCode::from(interrupt::EXIT_CODE);
     }
@@ -52,6 +42,20 @@ fn main() -> ExitCode {
     // There is nobody to tell if this fails.
     let _ = writeln!(io::stderr(), "error: {error:#}");
     if error.is::<UsageError>() { ExitCode::from(USAGE) } else { ExitCode::FAILURE }
+}
+
+fn execute(args: &Args) -> anyhow::Result<()> {
+    args.global.check()?;
+    match &args.command {
+        Command::Run(command) => run::run(command, &args.global),
+        Command::Chat(command) => chat::chat(command, &args.global),
+        Command::Serve(command) => serve::serve(command, &args.global),
+        Command::Inspect(command) => inspect::inspect(command, &args.global),
+        Command::Synth(command) => synth::synth(command),
+        Command::Logits(command) => logits::logits(command, &args.global),
+        Command::Eval(command) => eval::eval(command, &args.global),
+        Command::Bench(command) => bench::bench(command, &args.global),
+    }
 }
 
 fn is_broken_pipe(error: &anyhow::Error) -> bool {

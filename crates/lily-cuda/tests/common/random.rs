@@ -88,6 +88,42 @@ pub fn config(layers: &[LayerKind]) -> Config {
     }
 }
 
+/// The same with one expert a token.
+pub fn one_expert(layers: &[LayerKind]) -> Config {
+    let mut config = config(layers);
+    config.moe.experts_per_token = 1;
+    config
+}
+
+/// The same with the heads and the context of the real model.
+pub fn real_attention(layers: &[LayerKind]) -> Config {
+    let mut config = config(layers);
+    config.max_context = 262_144;
+    config.attention =
+        AttentionConfig { heads: 16, kv_heads: 2, head_dim: 256, rotary_dim: 64, rope_theta: 1e7 };
+    config
+}
+
+/// A matrix of 4- or 8-bit codes that are all worth nothing.
+pub fn zeros(rows: usize, cols: usize, bits: usize) -> Matrix {
+    Numbers(0).affine(rows, cols, Affine { bits, group_size: 64 }, 0.0)
+}
+
+/// Multiplies rows of a quantised matrix by a power of two, which bf16 scales take without rounding.
+pub fn scale_rows(m: &mut Matrix, rows: std::ops::Range<usize>, factor: f32) {
+    let cols = m.cols;
+    let Form::Affine { affine, scales, biases, .. } = &mut m.form else {
+        panic!("the matrix is not quantised")
+    };
+    let groups = cols / affine.group_size;
+    for floats in [scales, biases] {
+        let mut values = floats.to_vec();
+        values[rows.start * groups..rows.end * groups].iter_mut().for_each(|x| *x *= factor);
+        let data = values.iter().flat_map(|x| half::bf16::from_f32(*x).to_le_bytes()).collect::<Vec<u8>>();
+        *floats = Floats { dtype: FloatType::Bf16, data: Bytes::new(data) };
+    }
+}
+
 /// Random weights.
 pub fn model(c: Config, seed: u64, stored: Stored) -> Model {
     let n = &mut Numbers(seed);

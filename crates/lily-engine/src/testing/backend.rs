@@ -6,8 +6,8 @@ use std::thread;
 use std::time::Duration;
 
 use lily_model::backend::{
-    Backend, BackendError, Batch, Limits, Output, Segment, SegmentError, SeqId, SnapshotId, StepOutput,
-    Ticket, Tokens, Want,
+    Backend, BackendError, Batch, Limits, Output, Progress, Segment, SegmentError, SeqId, SnapshotId,
+    StepOutput, Ticket, Tokens, Want,
 };
 use lily_model::sample::{Logprobs, Sampled, sample};
 
@@ -65,6 +65,8 @@ pub struct FakeBackend {
     steps_in_flight: usize,
     /// Bytes of a sequence's or a snapshot's recurrent state.
     recurrent_bytes: u64,
+    /// Sequences and snapshots that there are places for, however many bytes are free.
+    slots: usize,
     /// Whether K/V that several sequences and snapshots hold is charged once.
     charges_once: bool,
     /// A sequence that reads this token is broken from there on.
@@ -112,6 +114,7 @@ impl FakeBackend {
             step_time: Duration::ZERO,
             steps_in_flight: 1,
             recurrent_bytes: 0,
+            slots: usize::MAX,
             charges_once: false,
             poison: None,
             sequences: HashMap::new(),
@@ -135,6 +138,11 @@ impl FakeBackend {
     /// A sequence's and a snapshot's recurrent state takes so many bytes.
     pub fn with_recurrent_bytes(self, recurrent_bytes: u64) -> Self {
         Self { recurrent_bytes, ..self }
+    }
+
+    /// There are places for so many sequences and snapshots, however many bytes are free.
+    pub fn with_slots(self, slots: usize) -> Self {
+        Self { slots, ..self }
     }
 
     /// K/V that several sequences and snapshots hold is charged once. Otherwise each is charged as if it shared
@@ -172,9 +180,10 @@ impl FakeBackend {
     /// Whether there is room for one more sequence or snapshot.
     fn check_room(&self, sequence: &Sequence) -> Result<(), BackendError> {
         let shared = if self.charges_once { sequence.tokens.len() as u64 } else { 0 };
-        let (capacity, available) = (sequence.capacity, self.free_bytes());
+        let is_full = self.sequences.len() + self.snapshots.len() >= self.slots;
+        let (capacity, available) = (sequence.capacity, if is_full { 0 } else { self.free_bytes() });
         let needed = self.state_bytes(capacity) - shared;
-        if needed > available {
+        if is_full || needed > available {
             return Err(BackendError::OutOfMemory { capacity, needed, available });
         }
         Ok(())
@@ -194,35 +203,17 @@ impl FakeBackend {
 
     fn check(&self, batch: &Batch) -> Result<(), BackendError> {
         let invalid = |what: &str| Err(BackendError::InvalidBatch(what.to_owned()));
-        if batch.segments.is_empty() || batch.segments.len() > self.limits.max_segments as usize {
-            return invalid("number of segments");
+        if batch.segments.is_empty() {
+            return invalid("no segments");
         }
         if self.pending.len() >= self.steps_in_flight {
             return invalid("too many steps in flight");
         }
-        let mut seen = HashSet::new();
-        let mut total = 0;
-        for segment in &batch.segments {
-            let sequence = self.sequences.get(&segment.seq).ok_or_else(|| unknown(segment.seq))?;
-            let count = match &segment.tokens {
-                Tokens::Ids(ids) => ids.len(),
-                Tokens::LastSampled if sequence.last.is_none() && sequence.lost.is_none() => {
-                    return invalid("no token was sampled yet");
-                }
-                Tokens::LastSampled => 1,
-            };
-            total += count;
-            if !seen.insert(segment.seq) {
-                return invalid("a sequence twice");
-            }
-            if count == 0 || segment.start as usize != sequence.tokens.len() {
-                return invalid("not at the end of the sequence");
-            }
-            if segment.start as usize + count > sequence.capacity as usize {
-                return invalid("over the capacity");
-            }
-        }
-        if total > self.limits.max_batch_tokens as usize { invalid("too many tokens") } else { Ok(()) }
+        batch.check(&self.limits, |seq| {
+            let s = self.sequences.get(&seq)?;
+            let sampled = s.last.is_some() || s.lost.is_some();
+            Some(Progress { len: s.tokens.len(), capacity: s.capacity as usize, sampled })
+        })
     }
 
     /// Runs one segment; `step` takes what happens to the step as a whole.
@@ -386,7 +377,7 @@ impl Backend for FakeBackend {
         self.ids += 1;
         let mut record = Vec::new();
         for segment in &batch.segments {
-            let count = if let Tokens::Ids(ids) = &segment.tokens { ids.len() as u32 } else { 1 };
+            let count = segment.tokens.count() as u32;
             let params = if let Want::Sample(params) = &segment.want { Some(params) } else { None };
             self.log().seeds.extend(params.map(|params| params.seed));
             record.push((segment.seq, count, params.is_some()));

@@ -9,41 +9,79 @@ use serde_json::{Value, json};
 
 use super::probe::anonymous_memory;
 
-/// The machine at its best, with so many threads.
-pub struct Machine {
-    /// Threads that were measured together.
-    pub threads: usize,
-    /// Bytes a second read from memory.
-    pub read_bytes_per_s: f64,
-    /// Multiply-adds in registers.
-    pub int8: Int8Peak,
+/// The device at its best.
+pub enum Machine {
+    /// So many threads of the processor together.
+    Cpu {
+        /// Threads.
+        threads: usize,
+        /// Bytes a second read from memory.
+        read_bytes_per_s: f64,
+        /// Multiply-adds in registers.
+        int8: Int8Peak,
+    },
+    /// A GPU.
+    Gpu {
+        /// Bytes a second read and written while copying.
+        copy_bytes_per_s: f64,
+    },
 }
 
 impl Machine {
-    /// Measures it.
+    /// Measures the processor.
     pub fn probe(threads: usize) -> Result<Self> {
         let read_bytes_per_s = read_bandwidth(&anonymous_memory(threads)?, threads);
-        Ok(Self { threads, read_bytes_per_s, int8: int8_peak(threads) })
+        Ok(Self::Cpu { threads, read_bytes_per_s, int8: int8_peak(threads) })
+    }
+
+    /// Bytes a second.
+    pub fn bytes_per_s(&self) -> f64 {
+        match self {
+            Self::Cpu { read_bytes_per_s: bytes, .. } | Self::Gpu { copy_bytes_per_s: bytes } => *bytes,
+        }
+    }
+
+    /// Multiply-adds a second, where they were measured.
+    pub fn multiply_adds_per_s(&self) -> Option<f64> {
+        match self {
+            Self::Cpu { int8, .. } => Some(int8.multiply_adds_per_s),
+            Self::Gpu { .. } => None,
+        }
+    }
+
+    /// For people.
+    pub fn text(&self) -> String {
+        match self {
+            Self::Cpu { threads, read_bytes_per_s, int8 } => format!(
+                "this machine, {threads} threads: reads {:.1} GB/s, {:.0} G int8 multiply-adds/s ({})",
+                read_bytes_per_s / 1e9,
+                int8.multiply_adds_per_s / 1e9,
+                int8.instructions
+            ),
+            Self::Gpu { copy_bytes_per_s } => {
+                format!("this GPU: copies {:.0} GB/s, read and written", copy_bytes_per_s / 1e9)
+            }
+        }
     }
 
     /// For programs.
     pub fn json(&self) -> Value {
-        json!({
-            "threads": self.threads,
-            "read_bytes_per_s": self.read_bytes_per_s,
-            "int8_multiply_adds_per_s": self.int8.multiply_adds_per_s,
-            "int8_instructions": self.int8.instructions,
-        })
+        match self {
+            Self::Cpu { threads, read_bytes_per_s, int8 } => json!({
+                "threads": threads,
+                "read_bytes_per_s": read_bytes_per_s,
+                "int8_multiply_adds_per_s": int8.multiply_adds_per_s,
+                "int8_instructions": int8.instructions,
+            }),
+            Self::Gpu { copy_bytes_per_s } => json!({"copy_bytes_per_s": copy_bytes_per_s}),
+        }
     }
 }
 
-/// What a model's tokens take on the CPU.
+/// What a model's tokens take.
 pub struct Work {
     config: Config,
-    /// Whether the cache is f32.
-    exact: bool,
-    /// Weights, read for each decoded token.
-    weight_bytes: u64,
+    footprint: Footprint,
     /// Multiply-adds of all matrices but lm_head's, for a token.
     multiply_adds: u64,
     /// Those of lm_head.
@@ -52,7 +90,7 @@ pub struct Work {
 
 impl Work {
     /// Counts a model's modules.
-    pub fn new(config: &Config, exact: bool) -> Self {
+    pub fn new(config: &Config) -> Self {
         let (mut multiply_adds, mut head_multiply_adds) = (0, 0);
         for module in modules(config) {
             let made = match module.kind {
@@ -68,16 +106,18 @@ impl Work {
                 _ => multiply_adds += made,
             }
         }
-        let weight_bytes = Footprint::new(config).read_per_token();
-        Self { config: config.clone(), exact, weight_bytes, multiply_adds, head_multiply_adds }
+        let footprint = Footprint::new(config);
+        Self { config: config.clone(), footprint, multiply_adds, head_multiply_adds }
     }
 
-    /// Bytes moved for a token, as the mean of `decode` tokens after a prompt: weights read, recurrent and
-    /// convolution state read and written, K/V of all earlier positions read.
-    pub fn decode_bytes(&self, prompt: u32, decode: u32) -> f64 {
-        let state = |tokens: usize| lily_cpu::state_bytes(&self.config, self.exact, tokens) as f64;
-        let middle = prompt as usize + decode as usize / 2;
-        self.weight_bytes as f64 + state(0) + state(middle)
+    /// Bytes moved for a token in steps of `batch`, as the mean of `decode` tokens after a prompt: weights read, recurrent
+    /// and convolution state read and written, K/V of all earlier positions read. `kv_bytes`: those of a number of K/V.
+    pub fn decode_bytes(&self, prompt: u32, decode: u32, batch: u32, kv_bytes: u64) -> f64 {
+        let f = &self.footprint;
+        let fixed = 2 * 4 * (f.recurrent_values + f.conv_values);
+        let middle = u64::from(prompt) + u64::from(decode) / 2;
+        let state = fixed + kv_bytes * f.kv_values_per_token * middle;
+        f.read_per_step(&self.config, batch as usize) / f64::from(batch) + state as f64
     }
 
     /// Multiply-adds of matrices for a token of a prompt; lm_head only meets the last one. Attention scores and the
@@ -95,23 +135,26 @@ mod tests {
     #[test]
     fn the_real_model_takes_what_its_name_and_design_say() {
         let config = Config::from_json(CONFIG_35B_A3B).unwrap();
-        let work = Work::new(&config, false);
+        let work = Work::new(&config);
         // "A3B", about 3e9 active parameters, counts the embedding too: 0.51e9, as lm_head has.
         let head = 248_320 * 2048;
         assert_eq!(work.head_multiply_adds, head);
         assert!((2.3e9..2.6e9).contains(&work.prefill_multiply_adds(u32::MAX)), "{}", work.multiply_adds);
         assert_eq!(work.prefill_multiply_adds(1), (work.multiply_adds + head) as f64);
         // 1,669 MB of weights and 126 MB of recurrent state, a little convolution state and K/V.
-        let short = work.decode_bytes(1, 1);
+        let short = work.decode_bytes(1, 1, 1, 2);
         assert!((1.79e9..1.81e9).contains(&short), "{short}");
-        let kv = work.decode_bytes(100_000, 0) - short;
-        assert!((20_480e5 * 0.99..40_960e5 * 1.01).contains(&kv), "{kv}");
+        let kv = work.decode_bytes(100_000, 0, 1, 2) - short;
+        assert!((20_480e5 * 0.99..20_480e5 * 1.01).contains(&kv), "{kv}");
+        // Weights but experts' are shared: 8 sequences move 8 times the state, 1.8 GB less 0.6 once, and 7.2 times 0.57 GB.
+        let eight = 8.0 * work.decode_bytes(1, 1, 8, 2);
+        assert!((6.0e9..7.0e9).contains(&eight), "{eight}");
     }
 
     #[test]
     fn a_tied_head_costs_the_same() {
         let config = Config::from_json(CONFIG_35B_A3B).unwrap();
-        let tied = Work::new(&Config { tie_word_embeddings: true, ..config.clone() }, false);
-        assert_eq!(tied.prefill_multiply_adds(7), Work::new(&config, false).prefill_multiply_adds(7));
+        let tied = Work::new(&Config { tie_word_embeddings: true, ..config.clone() });
+        assert_eq!(tied.prefill_multiply_adds(7), Work::new(&config).prefill_multiply_adds(7));
     }
 }

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use crate::{output, path, stdout};
+use crate::{assert_refused, output, path, stdout};
 
 /// The demonstration model's reply as JSON.
 fn ask(prompt: &str, options: &[&str]) -> Value {
@@ -37,6 +37,14 @@ fn the_exact_mode_says_the_same() {
         let options = ["--no-think", "-n", "40"];
         let exact = ask(prompt, &[&options[..], &["--cpu-exact"]].concat());
         assert_eq!(ask(prompt, &options)["text"], exact["text"]);
+    }
+}
+
+#[test]
+fn the_exact_mode_is_not_for_gpus() {
+    for command in [&["run", "hello"][..], &["inspect"]] {
+        let options = ["--cpu-exact", "--device", "cuda:1"];
+        assert_refused(&output(&[command, &options].concat()), 2, &["--cpu-exact", "--device"]);
     }
 }
 
@@ -85,11 +93,13 @@ fn eval_tells_english_from_shuffled_words() {
 }
 
 #[test]
-fn bench_measures_every_prompt_length() {
-    let args = ["bench", "--json", "--prompt-tokens", "8,300", "--decode-tokens", "4", "--repeat", "2"];
+fn bench_measures_every_prompt_length_and_batch() {
+    let shape = ["--prompt-tokens", "8,300", "--decode-tokens", "4", "--repeat", "2", "--batch", "1,3"];
+    let args = [&["bench", "--json"], &shape[..]].concat();
     let reply: Value = serde_json::from_str(stdout(&output(&args))).unwrap();
     let results = reply["results"].as_array().unwrap();
-    assert_eq!(results.iter().map(|r| &r["prompt_tokens"]).collect::<Vec<_>>(), [8, 300]);
+    let row = |r: &Value| (r["prompt_tokens"].as_u64().unwrap(), r["batch"].as_u64().unwrap());
+    assert_eq!(results.iter().map(row).collect::<Vec<_>>(), [(8, 1), (8, 3), (300, 1), (300, 3)]);
     for result in results {
         assert!(result["prefill_tokens_per_s"].as_f64().unwrap() > 0.0);
         assert_eq!(result["decode_tokens_per_s_runs"].as_array().unwrap().len(), 2);

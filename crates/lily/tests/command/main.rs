@@ -30,10 +30,15 @@ static RANDOM: LazyLock<String> = LazyLock::new(|| {
     folder
 });
 
-/// The command with these arguments, and nothing from the environment.
+/// The command with these arguments, and nothing from the environment. Where there is a GPU but no cargo, tools/gpu/run says
+/// which binary to test and on what.
 fn lily(args: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_lily"));
+    let binary = std::env::var_os("LILY_TEST_BINARY").unwrap_or_else(|| env!("CARGO_BIN_EXE_lily").into());
+    let mut command = Command::new(binary);
     command.args(args).stdin(Stdio::null());
+    if let Some(device) = std::env::var_os("LILY_TEST_DEVICE") {
+        command.arg("--device").arg(device);
+    }
     for variable in ["LILY_MODEL", "LILY_LOG", "LILY_API_KEY", "NO_COLOR"] {
         command.env_remove(variable);
     }

@@ -313,6 +313,21 @@ fn snapshots_give_way_to_requests() {
     }
 }
 
+/// Where recurrent state has places of its own, they may be gone while bytes are free.
+#[test]
+fn snapshots_give_way_to_requests_that_lack_a_place() {
+    let backend = FakeBackend::scripted(roomy(), |_| say("x")).with_slots(3);
+    let harness = Harness::new(backend, Options { max_sequences: 3, ..caching() });
+    harness.run(request(prompt(0, 1, 40)));
+    wait_until("both are kept", || harness.engine.status().cache_snapshots == 2);
+    let all: Vec<_> = (2..5).map(|branch| harness.submit(request(prompt(0, branch, 40)))).collect();
+    for generation in all {
+        assert_eq!(Outcome::of(generation).text, "x");
+    }
+    wait_until("something is kept", || harness.engine.status().cache_snapshots > 0);
+    harness.close();
+}
+
 #[test]
 fn a_request_that_must_wait_costs_the_cache_nothing() {
     let limits = Limits { state_budget: 200, ..limits() };
@@ -418,12 +433,13 @@ proptest! {
     fn every_reply_is_that_to_its_own_prompt_and_nothing_leaks(
         plans in prop::collection::vec(plan(), 1..24),
         max_sequences in 1usize..6, prefill_chunk in 1u32..30, budget in 150u64..1500, cache_bytes in 0u64..800,
-        in_flight in 1usize..4, charges_once in any::<bool>(), recurrent_bytes in 0u64..40,
+        in_flight in 1usize..4, charges_once in any::<bool>(), recurrent_bytes in 0u64..40, spare in 0usize..8,
     ) {
         let limits = Limits { state_budget: budget, ..limits() };
         let backend = FakeBackend::scripted(limits, reply)
             .with_steps_in_flight(in_flight)
             .with_recurrent_bytes(recurrent_bytes)
+            .with_slots(max_sequences + spare)
             .with_poison(299);
         let backend = if charges_once { backend.charging_shared_state_once() } else { backend };
         let options =

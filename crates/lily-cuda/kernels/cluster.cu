@@ -1,0 +1,288 @@
+// y = W f(x) for several tokens, from quantised weights, by clusters of eight blocks. A block has the inputs that elsewhere
+// one warp has: the weights of a cluster's rows and the inputs of all its tokens are read, split and kept once, an eighth in
+// each block, and the eight sums of a row are added across the blocks in their order. Needs compute capability 9.0.
+
+extern __shared__ __align__(128) u8 shared[];
+
+#define CLUSTER WARPS
+
+#if __CUDA_ARCH__ >= 900
+#define IN_CLUSTERS __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define IN_CLUSTERS
+#endif
+
+__device__ __forceinline__ u32 cluster_rank() {
+    u32 rank = 0;
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+    return rank;
+}
+// The two halves of a barrier of all threads of a cluster; what was written before the first is seen behind the second.
+__device__ __forceinline__ void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+// Address of block `rank`'s copy of a shared variable.
+__device__ __forceinline__ u32 peer_address(u32 address, u32 rank) {
+    u32 out = address;
+#if __CUDA_ARCH__ >= 900
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(out) : "r"(address), "r"(rank));
+#endif
+    return out;
+}
+__device__ __forceinline__ void store_peer(u32 address, float x) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
+#endif
+}
+// Between reads and writes of shared memory by threads and a bulk copy to the same place.
+__device__ __forceinline__ void copy_fence() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+// Tiles [first, first + count) of the inputs of 4 NT tokens as fragments: [tile][token], zeros for tokens behind `tokens`. The
+// sums of squares of the inputs go to squares[rank][token] of all blocks of the cluster.
+template <int NT>
+__device__ __forceinline__ void split_tokens(u32 mode, const float* x, u32 k_tiles, const float* factor, const float (&gains)[8],
+                                             u32 tokens, u32 first, u32 count, u32 rank, u8* fragments, float* sums,
+                                             float (*squares)[NT * 4]) {
+    constexpr int ROWS = NT * 4 / WARPS;
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, width = k_tiles * TILE_COLS;
+    float square[ROWS] = {};
+#pragma unroll 1
+    for (u32 tile0 = first; tile0 < first + count; tile0 += 4) {
+        const Place p = place(tile0, first + count, width, lane);
+        float v[ROWS][8], gain[8], scale[ROWS];
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            const u32 token = warp + r * WARPS;
+            const bool has = p.active && token < tokens;
+#pragma unroll
+            for (int i = 0; i < 8; i++) v[r][i] = 0;
+            if (has) load8(x + (u64)token * width + p.col, v[r]);
+            scale[r] = has && mode == HEAD_NORMED ? head_scale(factor + (u64)token * (VALUE_HEADS * VALUE_SPLIT), p.col / DV) : 1.0f;
+        }
+#pragma unroll
+        for (int i = 0; i < 8; i++) gain[i] = gains[i];
+        if (mode == NORMED && tile0 != first) load_factors<NORMED>(factor, p, gain);
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            const u32 token = warp + r * WARPS;
+            float factors[8];
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                square[r] = fmaf(v[r][i], v[r][i], square[r]);
+                factors[i] = mode == NORMED ? gain[i] : scale[r];
+            }
+            const Place to{(p.tile - first) * (NT * 4) + token, p.col, p.active};
+            split_place(to, v[r], factors, lane, fragments, sums);
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+        const float sum = warp_sum(square[r]);
+        if (lane < CLUSTER) store_peer(peer_address(shared_address(&squares[rank][warp + r * WARPS]), lane), sum);
+    }
+}
+
+// total += the products of R row blocks, whose tiles lie in the slots from `at` on, with all tokens.
+template <int FORM, int NT, int R>
+__device__ __forceinline__ void multiply_slots(const u8* at, u32 slot, u32 count, const u8* fragments, const float* sums, int lane,
+                                               float (&total)[R][NT][2]) {
+    const u8* tile = at;
+    const u8* f = fragments + (lane >> 3) * FRAGMENT_BYTES;
+    const float* sum = sums + (lane & 3);
+    constexpr int AHEAD = NT > 4 ? 1 : 2;  // more would not fit into registers
+#pragma unroll AHEAD
+    for (u32 k = 0; k < count; k++) {
+        Tile<FORM> a[R];
+#pragma unroll
+        for (int r = 0; r < R; r++) a[r] = load_tile<FORM>(tile + r * slot, lane);
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+            const Fragment x = load_staged(f + n * 4 * FRAGMENT_BYTES, lane);
+#pragma unroll
+            for (int r = 0; r < R; r++) multiply<FORM>(a[r], x, sum[n * 4], total[r][n]);
+        }
+        tile += tile_bytes<FORM>();
+        f += NT * 4 * FRAGMENT_BYTES;
+        sum += NT * 4;
+    }
+}
+
+// Sends a row block's sums to the block that adds them up: `to`, [token][row] there.
+template <int NT> __device__ __forceinline__ void send_sums(u32 to, int lane, const float (&total)[NT][2]) {
+    to += ((lane & 3) * TILE_ROWS + (lane >> 2)) * 4;
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+        store_peer(to + n * 4 * TILE_ROWS * 4, total[n][0]);
+        store_peer(to + n * 4 * TILE_ROWS * 4 + 32, total[n][1]);
+    }
+}
+
+// What a product is, beside its weights.
+struct Product {
+    const float* x;       // [tokens, 64 k_tiles]
+    const float* factor;  // see `mode`
+    float* y;             // [tokens, stride]
+    u8* fragments;        // null, or where f(x) goes as fragments, with `sums` and `scale`: for the kernels behind this one
+    float* sums;
+    float* scale;
+    u32 mode;             // AS_IS, NORMED, HEAD_NORMED
+    u32 tokens;
+    u32 stride;
+    u32 add;              // 1: to what is there
+    u32 per;              // row blocks in shared memory at a time
+    u32 rounds;           // most of a cluster; weights of two are in shared memory at a time, and sums of two where there are more
+};
+
+// Grid: (CLUSTER * clusters, groups of 4 NT tokens). Row blocks are dealt to clusters evenly and in order.
+template <int FORM, int NT> __device__ __forceinline__ void product(const Matrix& w, const Product& o) {
+#if __CUDA_ARCH__ >= 900
+    constexpr u32 T = NT * 4;
+    __shared__ float squares[CLUSTER][T], scales[T];
+    __shared__ u64 full[2];
+    const u32 tid = threadIdx.x, warp = tid / 32, lane = tid % 32, rank = cluster_rank();
+    const u32 cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER, token0 = blockIdx.y * T, tokens = min(T, o.tokens - token0);
+    const u32 first = first_tile(rank, w.k_tiles), count = first_tile(rank + 1, w.k_tiles) - first, most = (w.k_tiles + CLUSTER - 1) / CLUSTER;
+    const u32 slot = most * tile_bytes<FORM>(), bytes = count * tile_bytes<FORM>();
+    const u32 blocks = (w.rows + TILE_ROWS - 1) / TILE_ROWS, begin = cluster * blocks / clusters, all = (cluster + 1) * blocks / clusters - begin;
+    // Sums arrive in [rank][row block][token][row]; of row block i those of all ranks go to rank i % CLUSTER.
+    constexpr u32 SUMS_BYTES = T * TILE_ROWS * 4;
+    const u32 from_rank = (o.per + CLUSTER - 1) / CLUSTER * SUMS_BYTES;
+    u8* inboxes = shared + min(o.rounds, 2u) * o.per * slot;
+    u8* fragments = inboxes + (o.rounds > 2 ? 2 : 1) * CLUSTER * from_rank;
+    float* sums = (float*)(fragments + T * most * FRAGMENT_BYTES);
+    auto fetch = [&](u32 round) {  // by one warp
+        if (round * o.per >= all) return;
+        const u32 from = round * o.per, n = min(o.per, all - from);
+        u64* bar = &full[round & 1];
+        if (lane == 0) barrier_expect(bar, n * bytes);
+        __syncwarp();
+        for (u32 i = lane; i < n && count > 0; i += 32)
+            bulk_copy(shared + ((round & 1) * o.per + i) * slot, w.tiles + ((u64)(begin + from + i) * w.k_tiles + first) * tile_bytes<FORM>(), bytes, bar);
+        __syncwarp();
+    };
+    if (warp == 0) {
+        if (lane == 0) {
+            barrier_init(&full[0], 1);
+            barrier_init(&full[1], 1);
+            barrier_fence();
+        }
+        __syncwarp();
+        fetch(0);
+        fetch(1);
+    }
+    launch_dependents();
+    cluster_arrive();
+    float gains[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+    if (o.mode == NORMED) load_factors<NORMED>(o.factor, place(first, first + count, w.k_tiles * TILE_COLS, lane), gains);
+    wait_for_inputs();
+    cluster_wait();  // all blocks of the cluster run: their shared memory may be written
+    const float* factor = o.mode == HEAD_NORMED ? o.factor + (u64)token0 * (VALUE_HEADS * VALUE_SPLIT) : o.factor;
+    split_tokens<NT>(o.mode, o.x + (u64)token0 * w.k_tiles * TILE_COLS, w.k_tiles, factor, gains, tokens, first, count, rank, fragments, sums, squares);
+    __syncthreads();
+    if (o.fragments) {
+        // Tokens are dealt to the clusters, which all have the same.
+        constexpr u32 WORDS = FRAGMENT_BYTES / 16;
+        for (u32 i = tid; i < count * T * WORDS; i += THREADS) {
+            const u32 word = i % WORDS, token = i / WORDS % T, tile = i / WORDS / T;
+            if (token % clusters != cluster || token >= tokens) continue;
+            const u64 to = (u64)(token0 + token) * w.k_tiles + first + tile;
+            ((uint4*)(o.fragments + to * FRAGMENT_BYTES))[word] = ((const uint4*)fragments)[i];
+            if (word == 0) o.sums[to] = sums[tile * T + token];
+        }
+    }
+    for (u32 round = 0; round * o.per < all; round++) {
+        const u32 from = round * o.per, n = min(o.per, all - from), end = (warp + 1) * n / WARPS;
+        const u8* slots = shared + (round & 1) * o.per * slot;
+        u8* inbox = inboxes + (o.rounds > 2 ? round & 1 : 0) * CLUSTER * from_rank;
+        // Where there is one inbox, its last sums must have been added up everywhere.
+        bool may_send = o.rounds != 2 || round == 0;
+        auto send = [&](u32 i, const float (&total)[NT][2]) {
+            if (!may_send) cluster_wait();
+            may_send = true;
+            send_sums<NT>(peer_address(shared_address(inbox + rank * from_rank + i / CLUSTER * SUMS_BYTES), i % CLUSTER), lane, total);
+        };
+        barrier_wait(&full[round & 1], round / 2 & 1);
+#pragma unroll 1
+        for (u32 i = warp * n / WARPS; i < end; i += 2) {
+            if (i + 1 < end) {
+                float total[2][NT][2] = {};
+                multiply_slots<FORM, NT, 2>(slots + i * slot, slot, count, fragments, sums, lane, total);
+                send(i, total[0]);
+                send(i + 1, total[1]);
+            } else {
+                float total[1][NT][2] = {};
+                multiply_slots<FORM, NT, 1>(slots + i * slot, slot, count, fragments, sums, lane, total);
+                send(i, total[0]);
+            }
+        }
+        __syncwarp();
+        if (!may_send) cluster_wait();
+        cluster_arrive();
+        cluster_wait();
+        if (warp == 0) {
+            copy_fence();
+            fetch(round + 2);
+        }
+        if (round == 0) {
+            if (tid < T) {
+                float sum = 0;
+#pragma unroll
+                for (int k = 0; k < CLUSTER; k++) sum += squares[k][tid];
+                scales[tid] = o.mode == NORMED ? rsqrtf(sum / (w.k_tiles * TILE_COLS) + EPS) : 1.0f;
+                if (o.fragments && rank == 0 && tid < tokens && tid % clusters == cluster) o.scale[token0 + tid] = scales[tid];
+            }
+            __syncthreads();
+        }
+        // Four rows a thread.
+        const u32 own = (n + CLUSTER - 1 - rank) / CLUSTER;
+        for (u32 i = tid; i < own * T * 4; i += THREADS) {
+            const u32 quad = i % 4, token = i / 4 % T, row = (begin + from + i / 4 / T * CLUSTER + rank) * TILE_ROWS + quad * 4;
+            if (token >= tokens) continue;
+            float v[4] = {0, 0, 0, 0};
+#pragma unroll
+            for (int k = 0; k < CLUSTER; k++) {
+                const float4 part = *(const float4*)(inbox + k * from_rank + i * 16);
+                v[0] += part.x;
+                v[1] += part.y;
+                v[2] += part.z;
+                v[3] += part.w;
+            }
+            float* y = o.y + (u64)(token0 + token) * o.stride + row;
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                if (o.mode == NORMED) v[j] = __fmul_rn(v[j], scales[token]);
+                if (o.add && row + j < w.rows) v[j] = __ldcg(y + j) + v[j];
+            }
+            if (o.stride % 4 == 0 && row + 4 <= w.rows) {
+                *(float4*)y = make_float4(v[0], v[1], v[2], v[3]);
+            } else {
+#pragma unroll
+                for (int j = 0; j < 4; j++)
+                    if (row + j < w.rows) y[j] = v[j];
+            }
+        }
+        __syncwarp();
+        if (o.rounds == 2 && (round + 1) * o.per < all) cluster_arrive();
+    }
+#endif
+}
+
+#define PRODUCT(name, form, nt)                                                                                    \
+    extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) name(Matrix w, Product o) { product<form, nt>(w, o); }
+PRODUCT(product_q4_8, Q4, 2)
+PRODUCT(product_q4_32, Q4, 8)
+PRODUCT(product_q8_8, Q8, 2)
+PRODUCT(product_q8_32, Q8, 8)
