@@ -39,6 +39,14 @@ pub struct SampleParams {
 }
 
 impl SampleParams {
+    /// Whether the mask allows a token.
+    pub fn allows(&self, token: u32) -> bool {
+        let bit = |mask: &Arc<[u32]>| {
+            mask.get(token as usize / 32).is_some_and(|word| word >> (token % 32) & 1 == 1)
+        };
+        self.mask.as_ref().is_none_or(bit)
+    }
+
     /// The most likely token, nothing else.
     pub fn greedy() -> Self {
         Self {

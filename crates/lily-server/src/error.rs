@@ -157,6 +157,8 @@ impl From<RequestError> for ApiError {
         let (status, code) = match error {
             RequestError::Model(_) => (StatusCode::INTERNAL_SERVER_ERROR, "model_error"),
             RequestError::Device(_) => (StatusCode::INTERNAL_SERVER_ERROR, "device_error"),
+            // What the client asked for can't be followed with what the model wrote.
+            RequestError::Constraint(_) => (StatusCode::BAD_REQUEST, "constraint_failed"),
             RequestError::Shutdown => (StatusCode::SERVICE_UNAVAILABLE, "shutdown"),
         };
         Self::request(status, code, error.to_string())
