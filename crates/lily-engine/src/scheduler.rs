@@ -214,6 +214,10 @@ impl Engine {
         let inner = &*self.inner;
         inner.check_running()?;
         validate::check(&request, &inner.limits)?;
+        if request.thinking_budget.is_some() && inner.close_thought.is_none() {
+            let problem = format!("this model's tokenizer has no {CLOSE_THOUGHT} to end a thought with");
+            return Err(SubmitError::InvalidParameter { parameter: "thinking_budget", problem });
+        }
         let capacity = inner.capacity(&request);
         let shortfall = inner.limits.context - capacity;
         if let Some(&needed) = inner.too_large.get(shortfall as usize) {

@@ -113,6 +113,9 @@ impl Markup {
         }
         let mut body = String::new();
         for (i, (key, schema)) in properties.iter().enumerate() {
+            if key.contains(['<', '>', '\n']) {
+                return Err(format!("parameters.properties: a call can't have a parameter named {key:?}"));
+            }
             let rule = format!("value_{index}_{i}");
             let value =
                 Values { callable, index, path: format!("parameters.properties.{key}"), parts: vec![] };

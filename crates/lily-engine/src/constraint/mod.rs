@@ -5,6 +5,7 @@
 //! constraint follows the tokens that were drawn ([`masks`]) and gives the mask for the next one.
 
 pub(crate) mod calls;
+mod gbnf;
 mod lark;
 pub(crate) mod masks;
 
@@ -29,6 +30,8 @@ pub enum Rule {
     Regex(String),
     /// Text of a grammar in llguidance's dialect of Lark, whose first rule is `start`.
     Lark(String),
+    /// Text of a grammar in llama.cpp's form, whose first rule is `root`.
+    Gbnf(String),
 }
 
 /// What a reply may consist of, after its thought.
@@ -204,6 +207,7 @@ impl Rule {
             Self::JsonSchema(schema) => Ok(GrammarWithLexer::from_json_schema(settled(schema, false)?)),
             Self::Regex(pattern) => Ok(GrammarWithLexer::from_regex(pattern)),
             Self::Lark(grammar) => Ok(GrammarWithLexer::from_lark(grammar.clone())),
+            Self::Gbnf(grammar) => Ok(GrammarWithLexer::from_lark(gbnf::to_lark(grammar)?)),
         }
     }
 }

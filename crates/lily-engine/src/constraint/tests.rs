@@ -93,6 +93,9 @@ fn regexes_and_grammars_hold_from_end_to_end() {
     let sum = answer(Rule::Lark("start: N (\"+\" N)*\nN: /[0-9]+/".into()));
     assert!(accepts(&sum, "1+20+3"));
     assert!(!accepts(&sum, "1+"));
+    let sum = answer(Rule::Gbnf("root ::= num (\"+\" num)*\nnum ::= [0-9]+".into()));
+    assert!(accepts(&sum, "1+20+3"));
+    assert!(!accepts(&sum, "1+") && !accepts(&sum, "a"));
 }
 
 #[test]
@@ -106,6 +109,7 @@ fn what_can_not_be_held_to_is_named() {
         (answer(Rule::Regex("(".into())), "unclosed group"),
         (answer(Rule::Lark("begin: \"x\"".into())), "no start rule"),
         (answer(Rule::Lark("start: missing".into())), "missing"),
+        (answer(Rule::Gbnf("root ::= missing".into())), "missing"),
     ] {
         let problem = problem(&outline);
         assert!(problem.contains(words), "{problem:?} should say {words:?}");
