@@ -119,6 +119,8 @@ pub enum Event {
         id: u32,
         /// Its log-probabilities.
         logprobs: Logprobs,
+        /// It belongs to the thought, as its closing tag does.
+        in_thought: bool,
     },
     /// A piece of output.
     Delta(Delta),

@@ -6,7 +6,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use axum::Router;
 use axum::extract::Request;
 use axum::http::{Method, StatusCode, Uri};
-use axum::middleware::{from_fn, from_fn_with_state};
+use axum::middleware::{from_fn, from_fn_with_state, map_response};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use lily_engine::request::Sampling;
@@ -16,7 +16,9 @@ use lily_model::tokenizer::Tokenizer;
 use tower_http::catch_panic::CatchPanicLayer;
 
 use crate::error::ApiError;
-use crate::{auth, body, chat_completions, health, models, trace};
+use crate::{
+    auth, body, chat_completions, completions, health, messages, models, responses, tokenize, trace,
+};
 
 /// Everything a request may need. Shared by all connections.
 pub struct ServerState {
@@ -73,13 +75,25 @@ pub fn unix_time() -> u64 {
 
 /// The whole API.
 pub fn router(state: Arc<ServerState>) -> Router {
-    let v1 = Router::new()
-        .route("/chat/completions", post(chat_completions::create))
-        .route("/models", get(models::list))
-        .route_layer(from_fn_with_state(Arc::clone(&state), auth::require_key));
+    let key = || from_fn_with_state(Arc::clone(&state), auth::require_key);
+    let anthropic = Router::new()
+        .route("/v1/messages", post(messages::create))
+        .route("/v1/messages/count_tokens", post(messages::count_tokens))
+        .route_layer(key())
+        .route_layer(map_response(messages::in_anthropics_form));
+    let keyed = Router::new()
+        .route("/v1/chat/completions", post(chat_completions::create))
+        .route("/v1/completions", post(completions::create))
+        .route("/v1/responses", post(responses::create))
+        .route("/v1/models", get(models::list))
+        .route("/v1/models/{*id}", get(models::one))
+        .route("/tokenize", post(tokenize::tokenize))
+        .route("/detokenize", post(tokenize::detokenize))
+        .route_layer(key());
     let routes = Router::new()
         .route("/health", get(health::health))
-        .nest("/v1", v1)
+        .merge(keyed)
+        .merge(anthropic)
         .fallback(not_found)
         .method_not_allowed_fallback(method_not_allowed)
         .with_state(state);
@@ -95,8 +109,7 @@ fn with_layers(routes: Router) -> Router {
 
 async fn not_found(method: Method, uri: Uri, request: Request) -> Response {
     body::discard(request.into_body()).await;
-    let message =
-        format!("there is no {method} {}: see GET /v1/models and POST /v1/chat/completions", uri.path());
+    let message = format!("there is no {method} {}: docs/api.md lists what there is", uri.path());
     ApiError::request(StatusCode::NOT_FOUND, "not_found", message).into_response()
 }
 

@@ -177,9 +177,10 @@ impl Job {
             self.finish(if self.reply.has_calls() { FinishReason::ToolCalls } else { FinishReason::Stop });
             return true;
         }
-        self.usage.reasoning_tokens += u32::from(self.reply.in_thought());
+        let in_thought = self.reply.in_thought();
+        self.usage.reasoning_tokens += u32::from(in_thought);
         if let Some(logprobs) = sampled.logprobs {
-            self.send(Event::Token { id, logprobs });
+            self.send(Event::Token { id, logprobs, in_thought });
         }
         let bytes = if tokenizer.is_special(id) { &[] } else { tokenizer.token_bytes(id) };
         let progress = self.reply.push(bytes);

@@ -146,6 +146,10 @@ pub async fn get(address: SocketAddr, path: &str) -> Answer {
     exchange(address, &request("GET", path, &[], b"")).await
 }
 
+pub async fn post(address: SocketAddr, path: &str, body: &Value) -> Answer {
+    exchange(address, &request("POST", path, &[JSON], body.to_string().as_bytes())).await
+}
+
 pub async fn post_chat(address: SocketAddr, body: &Value) -> Answer {
     exchange(address, &chat(body)).await
 }

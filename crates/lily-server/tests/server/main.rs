@@ -4,7 +4,12 @@
 
 mod bad_input;
 mod chat;
+mod completions;
 mod disconnect;
 mod fixture;
+mod held;
 mod http;
 mod lifecycle;
+mod messages;
+mod responses;
+mod several;

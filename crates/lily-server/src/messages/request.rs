@@ -1,0 +1,152 @@
+//! The body of a request, field by field; see `chat_completions/request.rs` for the rules.
+
+use lily_engine::request::Sampling;
+use serde_json::{Map, Value};
+
+use super::conversation;
+use crate::error::ApiError;
+use crate::fields::{Fields, OneValue, expected, quote};
+use crate::generation::format::{Format, parse_format};
+use crate::generation::settings::{Names, Settings};
+use crate::generation::thinking::Thinking;
+use crate::generation::tools::{self, Choice, Tools};
+use crate::generation::turn::Turn;
+use crate::warnings::Warnings;
+
+/// Documented fields that Lily honours for some values only.
+const ONE_VALUE: &[OneValue] = &[
+    ("container", &[], "there are no containers"),
+    ("mcp_servers", &["[]"], "the server calls no tools itself"),
+    ("service_tier", &[r#""auto""#, r#""standard_only""#], "there is one tier"),
+];
+
+/// Documented fields that never change an answer here. Clients of this API send `context_management` with every
+/// request, and ask by it to save what they pay for.
+const NO_EFFECT: &[&str] = &["cache_control", "context_management", "inference_geo", "metadata"];
+
+const NAMES: Names = Names { max_tokens: &["max_tokens"], stop: "stop_sequences" };
+
+/// A request that was understood.
+#[derive(Debug)]
+pub(super) struct MessagesRequest {
+    pub turn: Turn,
+    pub stream: bool,
+    pub warnings: Warnings,
+}
+
+impl MessagesRequest {
+    /// Reads a body. `defaults` is what sampling fields mean when they are absent.
+    pub fn parse(body: &Map<String, Value>, defaults: &Sampling) -> Result<Self, ApiError> {
+        let mut fields = Fields::body(body);
+        let mut warnings = Warnings::default();
+        let mut messages = conversation::system(fields.any("system"))?;
+        let mut places = vec!["system".to_owned(); messages.len()];
+        let own = fields.array("messages")?.ok_or_else(|| fields.missing("messages"))?;
+        conversation::read(own, &mut messages, &mut places)?;
+        let tools = parse_tools(&mut fields, &mut warnings)?;
+        let thinking = parse_thinking(&mut fields)?;
+        let settings = Settings::parse(&mut fields, &NAMES, defaults)?;
+        let format = parse_output(&mut fields)?;
+        let stream = fields.boolean("stream")?.unwrap_or(false);
+        fields.settle(ONE_VALUE, NO_EFFECT)?;
+        Ok(Self { turn: Turn { messages, places, tools, thinking, settings, format }, stream, warnings })
+    }
+}
+
+/// `thinking`: off unless asked for, as in this API; with a budget or without.
+fn parse_thinking(fields: &mut Fields<'_>) -> Result<Thinking, ApiError> {
+    let (said, budget) = match fields.object("thinking")? {
+        None => (None, None),
+        Some(mut thinking) => {
+            let kind = thinking.one_of("type", &["enabled", "disabled", "adaptive"])?;
+            let kind = kind.ok_or_else(|| thinking.missing("type"))?;
+            let budget = thinking.integer("budget_tokens", 1..=i64::from(u32::MAX))?.map(|n| n as u32);
+            if thinking.string("display")? == Some("omitted") {
+                let problem = "\"omitted\" is not supported: thoughts are sent, and may be passed over";
+                return Err(ApiError::unsupported(thinking.path("display"), problem));
+            }
+            thinking.finish();
+            (Some(kind != "disabled"), budget)
+        }
+    };
+    let mut thinking = Thinking::parse(fields, &[("thinking", said)], budget)?;
+    thinking.enabled.get_or_insert(false);
+    thinking.keep_thoughts();
+    Ok(thinking)
+}
+
+/// `output_config`, and `output_format`, an older name for a part of it. The model has no levels of effort.
+fn parse_output(fields: &mut Fields<'_>) -> Result<Option<Format>, ApiError> {
+    let mut format = fields.object("output_format")?.map(parse_format).transpose()?.flatten();
+    if let Some(mut config) = fields.object("output_config")? {
+        config.one_of("effort", &["low", "medium", "high", "xhigh", "max"])?;
+        if let Some(inner) = config.object("format")? {
+            format = parse_format(inner)?;
+        }
+        config.finish();
+    }
+    Ok(format)
+}
+
+fn parse_tools(fields: &mut Fields<'_>, warnings: &mut Warnings) -> Result<Tools, ApiError> {
+    let mut all = Vec::new();
+    for (i, tool) in fields.array("tools")?.unwrap_or_default().iter().enumerate() {
+        let mut tool = Fields::nested(format!("tools[{i}]"), tool)?;
+        if let Some(kind) = tool.string("type")?.filter(|kind| *kind != "custom") {
+            let why = format!("tools of type {} are not known", quote(&kind.into()));
+            warnings.ignored(&tool.path("type"), &why);
+            continue;
+        }
+        let name = tools::parse_name(&mut tool)?;
+        let description = tool.string("description")?;
+        let schema = tool.map("input_schema")?.ok_or_else(|| tool.missing("input_schema"))?;
+        let strict = tool.boolean("strict")?;
+        tool.any("cache_control");
+        tool.finish();
+        all.push((i, tools::function(name, description, Some(schema), strict)));
+    }
+    let (choice, parallel) = match fields.object("tool_choice")? {
+        None => (Choice::Auto, true),
+        Some(mut choice) => {
+            let parallel = choice.boolean("disable_parallel_tool_use")? != Some(true);
+            let kind = choice.one_of("type", &["auto", "any", "tool", "none"])?;
+            let kind = match kind.ok_or_else(|| choice.missing("type"))? {
+                "auto" => Choice::Auto,
+                "any" => Choice::Required,
+                "none" => Choice::None,
+                _ => {
+                    let name = choice.string("name")?.ok_or_else(|| choice.missing("name"))?;
+                    Choice::Named(name.to_owned())
+                }
+            };
+            choice.finish();
+            (kind, parallel)
+        }
+    };
+    Tools::new(all, choice, parallel, "tool_choice")
+}
+
+/// The text of content that is a string or blocks of text; other blocks are for `other` to read.
+pub(super) fn text_of(path: &str, content: &Value) -> Result<String, ApiError> {
+    match content {
+        Value::Null => Ok(String::new()),
+        Value::String(text) => Ok(text.clone()),
+        Value::Array(blocks) => {
+            let texts = blocks.iter().enumerate().map(|(i, block)| {
+                let mut block = Fields::nested(format!("{path}[{i}]"), block)?;
+                match block.string("type")?.ok_or_else(|| block.missing("type"))? {
+                    "text" => Ok(block.string("text")?.ok_or_else(|| block.missing("text"))?.to_owned()),
+                    kind => Err(unsupported_block(&block, kind)),
+                }
+            });
+            texts.collect::<Result<Vec<_>, _>>().map(|texts| texts.join("\n"))
+        }
+        other => Err(expected(path, "a string or an array of blocks", other)),
+    }
+}
+
+/// The error for a block that the model can't read.
+pub(super) fn unsupported_block(block: &Fields<'_>, kind: &str) -> ApiError {
+    let problem = format!("this model reads text only, found {}", quote(&kind.into()));
+    ApiError::field(block.path("type"), problem).with_code("unsupported_content")
+}

@@ -1,0 +1,181 @@
+//! The body of a request, field by field; see `chat_completions/request.rs` for the rules.
+
+use std::collections::HashSet;
+
+use lily_engine::constraint::Rule;
+use serde_json::{Map, Value, json};
+
+use super::{items, tools};
+use crate::app::ServerState;
+use crate::error::ApiError;
+use crate::fields::{Fields, OneValue};
+use crate::generation::format::{Format, parse_format};
+use crate::generation::logprobs::short;
+use crate::generation::settings::{Names, Settings};
+use crate::generation::thinking::{EFFORTS, Thinking};
+use crate::generation::turn::Turn;
+use crate::warnings::Warnings;
+
+/// Documented fields that Lily honours for some values only.
+const ONE_VALUE: &[OneValue] = &[
+    ("background", &["false"], "nothing is stored on this server"),
+    ("context_management", &["[]"], "send the conversation as it is to be read"),
+    ("conversation", &[], "nothing is stored on this server: send the whole conversation as input"),
+    ("moderation", &[], "there is no moderation model"),
+    ("previous_response_id", &[], "nothing is stored on this server: send the whole conversation as input"),
+    ("prompt", &[], "there are no stored prompts"),
+    ("service_tier", &[r#""auto""#, r#""default""#], "there is one tier"),
+    ("truncation", &[r#""disabled""#], "a conversation is never cut"),
+];
+
+/// Documented fields that never change an answer here. Nothing is stored, whatever `store` says; the server calls no
+/// tools, so `max_tool_calls` has nothing to bound.
+const NO_EFFECT: &[&str] = &[
+    "client_metadata",
+    "max_tool_calls",
+    "metadata",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "store",
+    "user",
+];
+
+const NAMES: Names = Names { max_tokens: &["max_output_tokens"], stop: "stop" };
+
+/// What `include` may ask for with effect.
+const LOGPROBS: &str = "message.output_text.logprobs";
+const ENCRYPTED: &str = "reasoning.encrypted_content";
+
+/// A request that was understood.
+#[derive(Debug)]
+pub(super) struct ResponsesRequest {
+    pub turn: Turn,
+    pub told: Told,
+    pub stream: bool,
+    pub warnings: Warnings,
+}
+
+/// What the answer repeats of its request, and how it is told.
+#[derive(Debug)]
+pub(super) struct Told {
+    /// Members of the answer.
+    pub members: Map<String, Value>,
+    /// Names of the tools whose calls have an input that is no JSON.
+    pub custom: HashSet<String>,
+    /// Thoughts come a second time, in the member that clients keep.
+    pub encrypted: bool,
+}
+
+impl ResponsesRequest {
+    /// Reads a body.
+    pub fn parse(body: &Map<String, Value>, state: &ServerState) -> Result<Self, ApiError> {
+        let mut fields = Fields::body(body);
+        let mut warnings = Warnings::default();
+        let (messages, places) = items::parse(&mut fields, &mut warnings)?;
+        let (tools, custom) = tools::parse(&mut fields, &mut warnings)?;
+        let effort = parse_effort(&mut fields)?;
+        let mut thinking = Thinking::parse(&mut fields, &[("reasoning.effort", effort)], None)?;
+        thinking.keep_thoughts();
+        let mut settings = Settings::parse(&mut fields, &NAMES, &state.defaults)?;
+        let include = parse_include(&mut fields, &mut warnings)?;
+        let top = fields.integer("top_logprobs", 0..=20)?.map(|n| n as u32);
+        let logprobs = include.contains(&LOGPROBS) || top.is_some();
+        settings.sampling.logprobs = logprobs.then_some(top.unwrap_or(0));
+        let format = parse_text(&mut fields)?;
+        let stream = fields.boolean("stream")?.unwrap_or(false);
+        parse_stream_options(&mut fields)?;
+        let encrypted = include.contains(&ENCRYPTED);
+        fields.settle(ONE_VALUE, NO_EFFECT)?;
+        let members = members(body, state, &settings, format.as_ref());
+        let told = Told { members, custom, encrypted };
+        Ok(Self {
+            turn: Turn { messages, places, tools, thinking, settings, format },
+            told,
+            stream,
+            warnings,
+        })
+    }
+}
+
+/// Whether to think. The model has no levels, and no summaries: its thought itself is told.
+fn parse_effort(fields: &mut Fields<'_>) -> Result<Option<bool>, ApiError> {
+    let Some(mut reasoning) = fields.object("reasoning")? else { return Ok(None) };
+    let effort = reasoning.one_of("effort", &EFFORTS)?.map(|effort| effort != "none");
+    for name in ["summary", "generate_summary"] {
+        reasoning.one_of(name, &["auto", "concise", "detailed"])?;
+    }
+    reasoning.finish();
+    Ok(effort)
+}
+
+fn parse_include<'a>(fields: &mut Fields<'a>, warnings: &mut Warnings) -> Result<Vec<&'a str>, ApiError> {
+    let mut include = Vec::new();
+    for (i, item) in fields.array("include")?.unwrap_or_default().iter().enumerate() {
+        match item.as_str() {
+            Some(name @ (LOGPROBS | ENCRYPTED)) => include.push(name),
+            _ => warnings.ignored(&format!("include[{i}]"), "there is nothing of the kind in an answer"),
+        }
+    }
+    Ok(include)
+}
+
+fn parse_text(fields: &mut Fields<'_>) -> Result<Option<Format>, ApiError> {
+    let Some(mut text) = fields.object("text")? else { return Ok(None) };
+    let format = text.object("format")?.map(parse_format).transpose()?.flatten();
+    // A wish, of which no answer can be said to be wrong.
+    text.one_of("verbosity", &["low", "medium", "high"])?;
+    text.finish();
+    Ok(format)
+}
+
+fn parse_stream_options(fields: &mut Fields<'_>) -> Result<(), ApiError> {
+    let Some(mut options) = fields.object("stream_options")? else { return Ok(()) };
+    if options.boolean("include_obfuscation")? == Some(true) {
+        let problem = "not supported: streams are not padded";
+        return Err(ApiError::unsupported(options.path("include_obfuscation"), problem));
+    }
+    options.finish();
+    Ok(())
+}
+
+/// The members of an answer that its request determines.
+fn members(
+    body: &Map<String, Value>,
+    state: &ServerState,
+    settings: &Settings,
+    format: Option<&Format>,
+) -> Map<String, Value> {
+    let given =
+        |name: &str, default: Value| body.get(name).filter(|v| !v.is_null()).cloned().unwrap_or(default);
+    let format = match format {
+        None => json!({"type": "text"}),
+        Some((Rule::JsonSchema(_), _)) => body["text"]["format"].clone(),
+        Some(_) => Value::Null,
+    };
+    let members = json!({
+        "model": state.model,
+        "instructions": given("instructions", Value::Null),
+        "max_output_tokens": settings.max_tokens,
+        "max_tool_calls": given("max_tool_calls", Value::Null),
+        "metadata": given("metadata", json!({})),
+        "parallel_tool_calls": given("parallel_tool_calls", true.into()),
+        "previous_response_id": null,
+        "reasoning": given("reasoning", json!({"effort": null, "summary": null})),
+        "service_tier": "default",
+        "store": false,
+        "temperature": short(settings.sampling.temperature),
+        "text": {"format": format},
+        "tool_choice": given("tool_choice", "auto".into()),
+        "tools": given("tools", json!([])),
+        "top_logprobs": settings.sampling.logprobs.unwrap_or(0),
+        "top_p": short(settings.sampling.top_p),
+        "truncation": "disabled",
+        "user": given("user", Value::Null),
+    });
+    match members {
+        Value::Object(members) => members,
+        _ => Map::new(),
+    }
+}
