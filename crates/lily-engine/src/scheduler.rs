@@ -100,6 +100,10 @@ pub struct Status {
     pub stopped: Option<String>,
     /// Context limit, tokens.
     pub context: u32,
+    /// Bytes of state that are reserved, for requests and for the cache.
+    pub state_bytes: u64,
+    /// The most that these may be.
+    pub state_limit: u64,
     /// Snapshots in the prefix cache.
     pub cache_snapshots: usize,
     /// Bytes of state that they hold on to.
@@ -118,6 +122,7 @@ struct Shared {
     steps: AtomicU64,
     /// When the last step ended, milliseconds after `started`.
     last_step: AtomicU64,
+    state_bytes: AtomicU64,
     cache_snapshots: AtomicUsize,
     cache_bytes: AtomicU64,
     stopped: OnceLock<Stopped>,
@@ -151,6 +156,7 @@ impl Engine {
             running: AtomicUsize::new(0),
             steps: AtomicU64::new(0),
             last_step: AtomicU64::new(0),
+            state_bytes: AtomicU64::new(0),
             cache_snapshots: AtomicUsize::new(0),
             cache_bytes: AtomicU64::new(0),
             stopped: OnceLock::new(),
@@ -249,6 +255,8 @@ impl Engine {
             last_step_age: shared.started.elapsed().saturating_sub(last_step),
             stopped: shared.stopped.get().map(Stopped::to_string),
             context: self.inner.limits.context,
+            state_bytes: shared.state_bytes.load(Ordering::Relaxed),
+            state_limit: self.inner.limits.state_budget,
             cache_snapshots: shared.cache_snapshots.load(Ordering::Relaxed),
             cache_bytes: shared.cache_bytes.load(Ordering::Relaxed),
             cache_limit: self.inner.cache_limit,

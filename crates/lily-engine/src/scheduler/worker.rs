@@ -100,7 +100,7 @@ impl Worker {
             self.drop_cancelled();
             self.release()?;
             self.admit()?;
-            self.report_cache();
+            self.report_memory();
             self.wait_for_masks();
             let submitted = self.submit()?;
             if (!submitted || self.in_flight.len() >= depth)
@@ -226,7 +226,9 @@ impl Worker {
         self.cache.open(&mut *self.backend, job.reusable(), capacity)
     }
 
-    fn report_cache(&self) {
+    fn report_memory(&self) {
+        let bytes = self.backend.limits().state_budget.saturating_sub(self.backend.free_bytes());
+        self.shared.state_bytes.store(bytes, Ordering::Relaxed);
         let bytes = Cache::bytes(&*self.backend, reserved(&self.sequences));
         self.shared.cache_bytes.store(bytes, Ordering::Relaxed);
         self.shared.cache_snapshots.store(self.cache.len(), Ordering::Relaxed);

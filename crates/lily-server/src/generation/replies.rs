@@ -11,6 +11,7 @@ use tracing::Span;
 
 use crate::app::ServerState;
 use crate::error::ApiError;
+use crate::metrics::Metrics;
 
 /// What comes of an answer.
 #[derive(Debug)]
@@ -37,6 +38,7 @@ pub(crate) struct Replies {
     first: usize,
     /// Of those that have ended.
     usage: Usage,
+    metrics: Metrics,
     /// Log lines belong to the request even after the head of the answer is sent.
     pub span: Span,
 }
@@ -53,7 +55,8 @@ impl Replies {
             |request| state.engine.submit(request).map(Some).map_err(|error| ApiError::submit(error, prompt));
         // Those submitted before one that is refused are cancelled by being dropped.
         let generations = requests.into_iter().map(submit).collect::<Result<_, _>>()?;
-        Ok(Self { generations, per_prompt, first: 0, usage: Usage::default(), span: Span::current() })
+        let (metrics, span) = (state.metrics.clone(), Span::current());
+        Ok(Self { generations, per_prompt, first: 0, usage: Usage::default(), metrics, span })
     }
 
     /// How many answers there are.
@@ -109,6 +112,7 @@ impl Replies {
     }
 
     fn count(&mut self, i: usize, finished: &Finished) {
+        self.metrics.finished(finished);
         let Usage { prompt_tokens, completion_tokens, reasoning_tokens, cached_tokens } = finished.usage;
         self.usage.completion_tokens += completion_tokens;
         self.usage.reasoning_tokens += reasoning_tokens;

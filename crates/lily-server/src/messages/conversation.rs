@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use super::request::{text_of, unsupported_block};
+use super::request::{text_of, texts_of, unsupported_block};
 use crate::error::ApiError;
 use crate::fields::{Fields, expected};
 
@@ -14,15 +14,7 @@ const BILLING: &str = "x-anthropic-billing-header:";
 pub(super) fn system(system: Option<&Value>) -> Result<Vec<Value>, ApiError> {
     let texts = match system {
         None => Vec::new(),
-        Some(Value::Array(blocks)) => {
-            let block = |(i, block): (usize, &Value)| {
-                text_of("system", &json!([block])).map_err(|error| {
-                    let at = |text: &str| text.replacen("system[0]", &format!("system[{i}]"), 1);
-                    ApiError { message: at(&error.message), param: error.param.as_deref().map(at), ..error }
-                })
-            };
-            blocks.iter().enumerate().map(block).collect::<Result<_, _>>()?
-        }
+        Some(Value::Array(blocks)) => texts_of("system", blocks)?,
         Some(other) => vec![text_of("system", other)?],
     };
     let texts = texts.iter().map(|text| without_billing(text)).filter(|text| !text.trim().is_empty());
@@ -30,8 +22,7 @@ pub(super) fn system(system: Option<&Value>) -> Result<Vec<Value>, ApiError> {
 }
 
 fn without_billing(text: &str) -> String {
-    let mut lines = text.split_inclusive('\n').filter(|line| !line.trim_start().starts_with(BILLING));
-    lines.by_ref().collect()
+    text.split_inclusive('\n').filter(|line| !line.trim_start().starts_with(BILLING)).collect()
 }
 
 /// Adds messages to `to`, and for each the path of what it comes from to `places`.

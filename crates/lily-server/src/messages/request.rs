@@ -126,23 +126,26 @@ fn parse_tools(fields: &mut Fields<'_>, warnings: &mut Warnings) -> Result<Tools
     Tools::new(all, choice, parallel, "tool_choice")
 }
 
-/// The text of content that is a string or blocks of text; other blocks are for `other` to read.
+/// The text of content that is a string or blocks of text.
 pub(super) fn text_of(path: &str, content: &Value) -> Result<String, ApiError> {
     match content {
         Value::Null => Ok(String::new()),
         Value::String(text) => Ok(text.clone()),
-        Value::Array(blocks) => {
-            let texts = blocks.iter().enumerate().map(|(i, block)| {
-                let mut block = Fields::nested(format!("{path}[{i}]"), block)?;
-                match block.string("type")?.ok_or_else(|| block.missing("type"))? {
-                    "text" => Ok(block.string("text")?.ok_or_else(|| block.missing("text"))?.to_owned()),
-                    kind => Err(unsupported_block(&block, kind)),
-                }
-            });
-            texts.collect::<Result<Vec<_>, _>>().map(|texts| texts.join("\n"))
-        }
+        Value::Array(blocks) => texts_of(path, blocks).map(|texts| texts.join("\n")),
         other => Err(expected(path, "a string or an array of blocks", other)),
     }
+}
+
+/// The texts of blocks that must be of text.
+pub(super) fn texts_of(path: &str, blocks: &[Value]) -> Result<Vec<String>, ApiError> {
+    let text = |(i, block): (usize, &Value)| {
+        let mut block = Fields::nested(format!("{path}[{i}]"), block)?;
+        match block.string("type")?.ok_or_else(|| block.missing("type"))? {
+            "text" => Ok(block.string("text")?.ok_or_else(|| block.missing("text"))?.to_owned()),
+            kind => Err(unsupported_block(&block, kind)),
+        }
+    };
+    blocks.iter().enumerate().map(text).collect()
 }
 
 /// The error for a block that the model can't read.

@@ -7,6 +7,7 @@ mod chat;
 mod completions;
 mod disconnect;
 mod fixture;
+mod guards;
 mod held;
 mod http;
 mod lifecycle;
