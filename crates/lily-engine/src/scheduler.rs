@@ -205,7 +205,7 @@ impl Engine {
     }
 
     /// Compiles what the reply to a request is to be held to; `None`: it is not held to anything. `format` is the
-    /// request's. Takes from milliseconds to, the first time, some tenths of a second.
+    /// request's. Takes milliseconds, and the first time a second.
     pub fn compile(
         &self,
         outline: &Outline,

@@ -8,6 +8,9 @@ use std::fmt::Write;
 
 use super::lark::literal;
 
+/// How deep groups may be nested.
+const MAX_DEPTH: usize = 64;
+
 /// The rule that a text of the grammar must match.
 const ROOT: &str = "root";
 
@@ -27,7 +30,7 @@ pub(super) fn to_lark(source: &str) -> Result<String, String> {
             return Err(reader.problem(&format!("expected `::=` behind {name}")));
         }
         has_root |= name == ROOT;
-        let alternatives = reader.alternatives(false)?;
+        let alternatives = reader.alternatives(0)?;
         let _ = writeln!(lark, "{}: {alternatives}", rule(name));
     }
     if has_root { Ok(lark) } else { Err(format!("there is no rule `{ROOT}`")) }
@@ -84,8 +87,12 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Up to the end of the rule, or of the group.
-    fn alternatives(&mut self, in_group: bool) -> Result<String, String> {
+    /// Up to the end of the rule, or of the group: that is in so many others and in a rule.
+    fn alternatives(&mut self, depth: usize) -> Result<String, String> {
+        let in_group = depth > 0;
+        if depth > MAX_DEPTH {
+            return Err(self.problem("groups are nested too deep"));
+        }
         let mut lark = String::new();
         loop {
             // A rule may go on in the next line behind a `|`.
@@ -100,7 +107,7 @@ impl<'a> Reader<'a> {
                     lark.push_str(if nothing { "\"\" | " } else { "| " });
                 }
                 Some(_) => {
-                    let item = self.item()?;
+                    let item = self.item(depth)?;
                     let repeated = self.repetition()?;
                     let _ = write!(lark, "{item}{repeated} ");
                 }
@@ -108,7 +115,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    fn item(&mut self) -> Result<String, String> {
+    fn item(&mut self, depth: usize) -> Result<String, String> {
         match self.rest.chars().next() {
             Some('"') => self.string(),
             Some('[') => self.class(),
@@ -118,7 +125,7 @@ impl<'a> Reader<'a> {
             }
             Some('(') => {
                 self.advance(1);
-                let inner = self.alternatives(true)?;
+                let inner = self.alternatives(depth + 1)?;
                 self.advance(1);
                 Ok(format!("({inner})"))
             }
@@ -238,6 +245,7 @@ mod tests {
             ("root ::= (\"a\"", "expected `)`"),
             ("root ::= \"a\"{x}", "{n,m}, found {x}"),
             ("root ::= %", "expected the name of a rule"),
+            (&format!("root ::= {}", "(".repeat(100_000)), "nested too deep"),
         ] {
             let problem = to_lark(source).unwrap_err();
             assert!(problem.contains(words), "{problem:?} should say {words:?}");

@@ -11,6 +11,7 @@ pub(crate) mod masks;
 
 use std::fmt;
 use std::sync::{Arc, OnceLock};
+use std::thread;
 
 use lily_model::tokenizer::Tokenizer;
 use llguidance::api::{GrammarWithLexer, TopLevelGrammar};
@@ -94,6 +95,11 @@ pub(crate) struct Compiler {
     factory: OnceLock<Result<ParserFactory, String>>,
 }
 
+/// Longest schema or grammar, bytes, and the stack that is enough for any of this length. (A level of a schema
+/// takes some 40 bytes at least, and up to 28 KB of stack were measured for one.)
+const MAX_SOURCE: usize = 128 << 10;
+const STACK: usize = 256 << 20;
+
 /// The name under which the wrapping grammar refers to the client's.
 const ANSWER: &str = "answer";
 
@@ -110,6 +116,25 @@ impl Compiler {
     /// Compiles an outline; `None`: it holds a reply to nothing. `after_thought`: the reply begins with a thought,
     /// after which the model leaves an empty line.
     pub fn compile(
+        &self,
+        outline: &Outline,
+        after_thought: bool,
+    ) -> Result<Option<Constraint>, ConstraintError> {
+        if outline.answer.is_none() && outline.calls.is_none() {
+            return Ok(None);
+        }
+        check_size(outline)?;
+        // Rules that refer to one another are followed by recursion: how deep is up to who wrote them.
+        thread::scope(|scope| {
+            let compile = || self.compile_here(outline, after_thought);
+            let thread = thread::Builder::new().stack_size(STACK).spawn_scoped(scope, compile);
+            let done = thread.map_err(|error| format!("the system refused a thread to compile it: {error}"));
+            let done = done.and_then(|thread| thread.join().map_err(|_| "compiling it failed".to_owned()));
+            done.unwrap_or_else(|problem| Err(ConstraintError { tool: None, problem }))
+        })
+    }
+
+    fn compile_here(
         &self,
         outline: &Outline,
         after_thought: bool,
@@ -208,6 +233,24 @@ impl Rule {
             Self::Regex(pattern) => Ok(GrammarWithLexer::from_regex(pattern)),
             Self::Lark(grammar) => Ok(GrammarWithLexer::from_lark(grammar.clone())),
             Self::Gbnf(grammar) => Ok(GrammarWithLexer::from_lark(gbnf::to_lark(grammar)?)),
+        }
+    }
+}
+
+fn check_size(outline: &Outline) -> Result<(), ConstraintError> {
+    let answer = outline.answer.as_ref().map(|rule| match rule {
+        Rule::JsonSchema(schema) => schema.to_string().len(),
+        Rule::Regex(text) | Rule::Lark(text) | Rule::Gbnf(text) => text.len(),
+    });
+    let tools = outline.calls.iter().flat_map(|calls| &calls.tools).enumerate();
+    let tools = tools.map(|(i, callable)| (Some(i), callable.tool.parameters.to_string().len()));
+    let mut sizes = answer.map(|size| (None, size)).into_iter().chain(tools);
+    match sizes.find(|(_, size)| *size > MAX_SOURCE) {
+        None => Ok(()),
+        Some((tool, size)) => {
+            let problem =
+                format!("expected at most {MAX_SOURCE} bytes of a schema or a grammar, found {size}");
+            Err(ConstraintError { tool, problem })
         }
     }
 }

@@ -208,3 +208,23 @@ fn an_empty_line_may_part_the_thought_from_the_answer() {
 fn an_outline_without_rules_holds_to_nothing() {
     assert!(compiler().compile(&Outline::default(), true).unwrap().is_none());
 }
+
+/// Grammars as deep as their length allows, each of which would overflow a common stack.
+#[test]
+fn long_chains_of_rules_do_no_harm() {
+    let rules: String = (0..6000).map(|i| format!("a{i}: a{}\n", i + 1)).collect();
+    let lark = Rule::Lark(format!("start: a0\n{rules}a6000: \"x\""));
+    let refers = |i: u32| (format!("{i}"), json!({"anyOf": [{"$ref": format!("#/$defs/{}", i + 1)}]}));
+    let mut definitions: serde_json::Map<String, Value> = (0..2500).map(refers).collect();
+    definitions.insert("2500".into(), json!({"const": "x"}));
+    let schema = Rule::JsonSchema(json!({"$ref": "#/$defs/0", "$defs": definitions}));
+    for (rule, text) in [(lark, "x"), (schema, "\"x\"")] {
+        assert!(accepts(&answer(rule), text), "{text}");
+    }
+    let long = "x".repeat(200_000);
+    assert!(
+        problem(&answer(Rule::Lark(format!("start: \"{long}\"")))).contains("expected at most 131072 bytes")
+    );
+    let error = compiler().compile(&calls(json!({"description": long}), false), false).unwrap_err();
+    assert_eq!(error.tool, Some(0));
+}

@@ -167,3 +167,49 @@ pub(crate) fn parse_ids(path: &str, items: &[Value]) -> Result<Vec<u32>, ApiErro
     };
     items.iter().enumerate().map(id).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use lily_engine::testing::greedy;
+    use serde_json::json;
+
+    use super::*;
+    use crate::generation::tests::check_fields;
+
+    fn parse(fields: Value) -> Result<String, ApiError> {
+        let mut body = json!({"prompt": "x"});
+        body.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+        let request = CompletionRequest::parse(body.as_object().unwrap(), &greedy())?;
+        Ok(format!("{request:?}"))
+    }
+
+    #[test]
+    fn every_documented_field_acts_or_is_refused() {
+        let fields = [
+            ("best_of", json!(2)),
+            ("cache_prompt", json!(false)),
+            ("echo", json!(true)),
+            ("frequency_penalty", json!(1)),
+            ("grammar", json!("root ::= \"x\"")),
+            ("ignore_eos", json!(true)),
+            ("logit_bias", json!({"3": 1})),
+            ("logprobs", json!(0)),
+            ("max_tokens", json!(3)),
+            ("min_p", json!(0.1)),
+            ("n", json!(2)),
+            ("presence_penalty", json!(1)),
+            ("prompt", json!("y")),
+            ("repetition_penalty", json!(1.1)),
+            ("seed", json!(3)),
+            ("stop", json!("x")),
+            ("stream", json!(true)),
+            ("stream_options", json!({"include_usage": true})),
+            ("suffix", json!("y")),
+            ("temperature", json!(0.5)),
+            ("top_k", json!(3)),
+            ("top_p", json!(0.5)),
+            ("user", json!("u")),
+        ];
+        check_fields(parse, NO_EFFECT, &fields);
+    }
+}

@@ -54,4 +54,4 @@ fn seed_of(seed: u64, i: u32) -> u64 {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -1,6 +1,32 @@
 use lily_engine::testing::request;
+use serde_json::{Value, json};
 
 use super::*;
+
+/// Checks documented fields, each with a value that asks for something: it must act, be refused by name, or be one of
+/// the `labels`. `parse` reads a request that has these fields beside those it needs.
+pub(crate) fn check_fields(
+    parse: impl Fn(Value) -> Result<String, ApiError>,
+    labels: &[&str],
+    fields: &[(&str, Value)],
+) {
+    let usual = parse(json!({})).unwrap();
+    for (name, value) in fields {
+        match parse(json!({*name: value})) {
+            Ok(request) if labels.contains(name) => {
+                assert_eq!(request, usual, "{name} is documented as a label");
+            }
+            Ok(request) => assert_ne!(request, usual, "{name} was accepted and did nothing"),
+            Err(error) => {
+                let param = error.param.unwrap();
+                assert!(param.starts_with(name), "{param} for {name}");
+            }
+        }
+    }
+    for label in labels {
+        assert!(fields.iter().any(|(name, _)| name == label), "{label} is not among the fields");
+    }
+}
 
 #[test]
 fn answers_differ_in_their_seeds_and_share_their_prompt() {

@@ -153,3 +153,54 @@ pub(super) fn unsupported_block(block: &Fields<'_>, kind: &str) -> ApiError {
     let problem = format!("this model reads text only, found {}", quote(&kind.into()));
     ApiError::field(block.path("type"), problem).with_code("unsupported_content")
 }
+
+#[cfg(test)]
+mod tests {
+    use lily_engine::testing::greedy;
+    use serde_json::json;
+
+    use super::*;
+    use crate::generation::tests::check_fields;
+
+    fn parse(fields: Value) -> Result<String, ApiError> {
+        let tool = json!({"name": "f", "input_schema": {"type": "object"}});
+        let mut body = json!({"messages": [{"role": "user", "content": "q"}], "tools": [tool]});
+        body.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+        let request = MessagesRequest::parse(body.as_object().unwrap(), &greedy())?;
+        Ok(format!("{request:?}"))
+    }
+
+    #[test]
+    fn every_documented_field_acts_or_is_refused() {
+        let schema = json!({"type": "json_schema", "schema": {"type": "object"}});
+        let fields = [
+            ("cache_control", json!({"type": "ephemeral"})),
+            ("cache_prompt", json!(false)),
+            ("chat_template_kwargs", json!({"preserve_thinking": false})),
+            ("container", json!("c")),
+            ("context_management", json!({"edits": []})),
+            ("enable_thinking", json!(true)),
+            ("grammar", json!("start: \"x\"")),
+            ("inference_geo", json!("us")),
+            ("max_tokens", json!(3)),
+            ("mcp_servers", json!([{"type": "url", "url": "x", "name": "y"}])),
+            ("messages", json!([{"role": "user", "content": "other"}])),
+            ("metadata", json!({"user_id": "u"})),
+            ("output_config", json!({"format": schema})),
+            ("output_format", schema.clone()),
+            ("seed", json!(3)),
+            ("service_tier", json!("priority")),
+            ("stop_sequences", json!(["x"])),
+            ("stream", json!(true)),
+            ("system", json!("s")),
+            ("temperature", json!(0.5)),
+            ("thinking", json!({"type": "enabled", "budget_tokens": 1024})),
+            ("thinking_budget", json!(9)),
+            ("tool_choice", json!({"type": "any"})),
+            ("tools", json!([{"name": "g", "input_schema": {}}])),
+            ("top_k", json!(3)),
+            ("top_p", json!(0.5)),
+        ];
+        check_fields(parse, NO_EFFECT, &fields);
+    }
+}

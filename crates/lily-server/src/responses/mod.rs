@@ -25,7 +25,7 @@ pub(crate) async fn create(
     JsonBytes(body): JsonBytes,
 ) -> Result<Response, ApiError> {
     let (request, told, stream, warnings) = blocking(&state, move |state| {
-        let request = ResponsesRequest::parse(&parse_object(&body)?, state)?;
+        let request = ResponsesRequest::parse(&parse_object(&body)?, &state.defaults, &state.model)?;
         let ResponsesRequest { turn, told, stream, warnings } = request;
         Ok((turn.request(state)?, told, stream, warnings))
     })

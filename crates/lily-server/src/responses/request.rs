@@ -3,10 +3,10 @@
 use std::collections::HashSet;
 
 use lily_engine::constraint::Rule;
+use lily_engine::request::Sampling;
 use serde_json::{Map, Value, json};
 
 use super::{items, tools};
-use crate::app::ServerState;
 use crate::error::ApiError;
 use crate::fields::{Fields, OneValue};
 use crate::generation::format::{Format, parse_format};
@@ -69,8 +69,8 @@ pub(super) struct Told {
 }
 
 impl ResponsesRequest {
-    /// Reads a body.
-    pub fn parse(body: &Map<String, Value>, state: &ServerState) -> Result<Self, ApiError> {
+    /// Reads a body. `defaults` is what sampling fields mean when they are absent, `model` the name of the model.
+    pub fn parse(body: &Map<String, Value>, defaults: &Sampling, model: &str) -> Result<Self, ApiError> {
         let mut fields = Fields::body(body);
         let mut warnings = Warnings::default();
         let (messages, places) = items::parse(&mut fields, &mut warnings)?;
@@ -78,7 +78,7 @@ impl ResponsesRequest {
         let effort = parse_effort(&mut fields)?;
         let mut thinking = Thinking::parse(&mut fields, &[("reasoning.effort", effort)], None)?;
         thinking.keep_thoughts();
-        let mut settings = Settings::parse(&mut fields, &NAMES, &state.defaults)?;
+        let mut settings = Settings::parse(&mut fields, &NAMES, defaults)?;
         let include = parse_include(&mut fields, &mut warnings)?;
         let top = fields.integer("top_logprobs", 0..=20)?.map(|n| n as u32);
         let logprobs = include.contains(&LOGPROBS) || top.is_some();
@@ -88,7 +88,7 @@ impl ResponsesRequest {
         parse_stream_options(&mut fields)?;
         let encrypted = include.contains(&ENCRYPTED);
         fields.settle(ONE_VALUE, NO_EFFECT)?;
-        let members = members(body, state, &settings, format.as_ref());
+        let members = members(body, model, &settings, format.as_ref());
         let told = Told { members, custom, encrypted };
         Ok(Self {
             turn: Turn { messages, places, tools, thinking, settings, format },
@@ -143,7 +143,7 @@ fn parse_stream_options(fields: &mut Fields<'_>) -> Result<(), ApiError> {
 /// The members of an answer that its request determines.
 fn members(
     body: &Map<String, Value>,
-    state: &ServerState,
+    model: &str,
     settings: &Settings,
     format: Option<&Format>,
 ) -> Map<String, Value> {
@@ -155,7 +155,7 @@ fn members(
         Some(_) => Value::Null,
     };
     let members = json!({
-        "model": state.model,
+        "model": model,
         "instructions": given("instructions", Value::Null),
         "max_output_tokens": settings.max_tokens,
         "max_tool_calls": given("max_tool_calls", Value::Null),
@@ -177,5 +177,65 @@ fn members(
     match members {
         Value::Object(members) => members,
         _ => Map::new(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use lily_engine::testing::greedy;
+
+    use super::*;
+    use crate::generation::tests::check_fields;
+
+    /// All but what is merely repeated in the answer.
+    fn parse(fields: Value) -> Result<String, ApiError> {
+        let tool = json!({"type": "function", "name": "f", "parameters": {"type": "object"}});
+        let mut body = json!({"input": "q", "tools": [tool]});
+        body.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+        let request = ResponsesRequest::parse(body.as_object().unwrap(), &greedy(), "m")?;
+        Ok(format!("{:?} {:?} {}", request.turn, request.stream, request.told.encrypted))
+    }
+
+    #[test]
+    fn every_documented_field_acts_or_is_refused() {
+        let fields = [
+            ("background", json!(true)),
+            ("cache_prompt", json!(false)),
+            ("chat_template_kwargs", json!({"preserve_thinking": false})),
+            ("client_metadata", json!({"a": "b"})),
+            ("context_management", json!([{"type": "compaction"}])),
+            ("conversation", json!("c")),
+            ("grammar", json!("start: \"x\"")),
+            ("include", json!(["reasoning.encrypted_content"])),
+            ("input", json!("other")),
+            ("instructions", json!("s")),
+            ("max_output_tokens", json!(3)),
+            ("max_tool_calls", json!(3)),
+            ("metadata", json!({"a": "b"})),
+            ("moderation", json!({"model": "m"})),
+            ("parallel_tool_calls", json!(false)),
+            ("previous_response_id", json!("resp_1")),
+            ("prompt", json!({"id": "p"})),
+            ("prompt_cache_key", json!("k")),
+            ("prompt_cache_options", json!({"ttl": "1h"})),
+            ("prompt_cache_retention", json!("24h")),
+            ("reasoning", json!({"effort": "none"})),
+            ("safety_identifier", json!("s")),
+            ("seed", json!(3)),
+            ("service_tier", json!("flex")),
+            ("stop", json!("x")),
+            ("store", json!(true)),
+            ("stream", json!(true)),
+            ("stream_options", json!({"include_obfuscation": true})),
+            ("temperature", json!(0.5)),
+            ("text", json!({"format": {"type": "json_object"}})),
+            ("tool_choice", json!("required")),
+            ("tools", json!([{"type": "custom", "name": "g"}])),
+            ("top_logprobs", json!(2)),
+            ("top_p", json!(0.5)),
+            ("truncation", json!("auto")),
+            ("user", json!("u")),
+        ];
+        check_fields(parse, NO_EFFECT, &fields);
     }
 }
