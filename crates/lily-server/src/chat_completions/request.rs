@@ -50,6 +50,8 @@ pub(crate) struct ChatCompletionRequest {
     pub n: u32,
     pub stream: bool,
     pub include_usage: bool,
+    /// Thoughts are part of the content, between their tags.
+    pub tagged: bool,
 }
 
 impl ChatCompletionRequest {
@@ -69,6 +71,7 @@ impl ChatCompletionRequest {
             n: parse_n(&mut fields)?,
             stream,
             include_usage: parse_include_usage(&mut fields, stream)?,
+            tagged: fields.one_of("reasoning_format", &["auto", "deepseek", "none"])? == Some("none"),
         };
         fields.settle(ONE_VALUE, NO_EFFECT)?;
         Ok(request)
@@ -190,6 +193,7 @@ mod tests {
             ("prompt_cache_options", json!({"ttl": "1h"})),
             ("prompt_cache_retention", json!("24h")),
             ("reasoning_effort", json!("none")),
+            ("reasoning_format", json!("none")),
             ("repetition_penalty", json!(1.1)),
             ("response_format", json!({"type": "json_object"})),
             ("safety_identifier", json!("s")),
