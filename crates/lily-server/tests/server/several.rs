@@ -85,6 +85,14 @@ async fn a_stream_has_each_answer_under_its_index() {
 }
 
 #[tokio::test]
+async fn more_answers_than_can_ever_be_open_are_refused_for_good() {
+    let server = TestServer::start(Script::new().reply("a</think>b").places(1, 2)).await;
+    assert_eq!(post_chat(server.address, &several(3, Value::Null)).await.status, 200);
+    let refused = post_chat(server.address, &several(4, Value::Null)).await;
+    assert_eq!(refused.error(400, "invalid_value")["param"], "n");
+}
+
+#[tokio::test]
 async fn several_answers_to_several_prompts_are_in_order() {
     let server = random().await;
     let body = json!({"prompt": ["one", "another"], "n": 2, "seed": 5, "temperature": 1, "max_tokens": 8, "ignore_eos": true, "echo": true});
