@@ -109,7 +109,8 @@ const WHITE_SPACE: &str = r"[ \t]{0,2}|\n[ \t]{0,32}";
 
 impl Compiler {
     /// For rows of `vocab_size` logits; a reply may end with any of `eos`.
-    pub fn new(tokenizer: Arc<Tokenizer>, vocab_size: u32, eos: Vec<u32>) -> Self {
+    pub fn new(tokenizer: Arc<Tokenizer>, vocab_size: u32, mut eos: Vec<u32>) -> Self {
+        eos.retain(|id| *id < vocab_size);
         Self { tokenizer, vocab_size, eos, factory: OnceLock::new() }
     }
 

@@ -246,6 +246,7 @@ async fn what_would_need_a_memory_is_refused_by_name() {
         (json!({"input": [{"type": "item_reference", "id": "x"}]}), "input[0].type"),
         (json!({}), "input"),
         (json!({"input": 3}), "input"),
+        (json!({"input": [{"role": "developer", "content": "x"}]}), "input"),
         (
             json!({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}),
             "input[0].content[0].type",
