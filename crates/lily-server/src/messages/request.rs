@@ -157,10 +157,11 @@ pub(super) fn unsupported_block(block: &Fields<'_>, kind: &str) -> ApiError {
 #[cfg(test)]
 mod tests {
     use lily_engine::testing::greedy;
+    use proptest::prelude::*;
     use serde_json::json;
 
     use super::*;
-    use crate::generation::tests::check_fields;
+    use crate::generation::tests::{any_json, check_fields};
 
     fn parse(fields: Value) -> Result<String, ApiError> {
         let tool = json!({"name": "f", "input_schema": {"type": "object"}});
@@ -202,5 +203,19 @@ mod tests {
             ("top_p", json!(0.5)),
         ];
         check_fields(parse, NO_EFFECT, &fields);
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_a_field_holds_the_error_points_into_it(
+            name in prop::sample::select(vec!["messages", "system", "tools", "tool_choice", "thinking", "output_config", "output_format", "stop_sequences"]),
+            value in any_json(),
+        ) {
+            if let Err(error) = parse(json!({name: value})) {
+                let param = error.param.unwrap();
+                prop_assert!(param.starts_with(name), "{param} for {name}");
+                prop_assert!(error.message.starts_with(&param));
+            }
+        }
     }
 }
