@@ -7,6 +7,7 @@ import subprocess
 import threading
 from pathlib import Path
 
+import anthropic
 import openai
 import pytest
 
@@ -46,6 +47,9 @@ class Server:
 
     def client(self, api_key="none"):
         return openai.OpenAI(base_url=self.url + "/v1", api_key=api_key, max_retries=0, timeout=120)
+
+    def anthropic(self, api_key="none"):
+        return anthropic.Anthropic(base_url=self.url, api_key=api_key, max_retries=0, timeout=120)
 
     def stop(self):
         """Ctrl-C, as at a terminal; returns the exit code."""

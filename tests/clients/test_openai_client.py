@@ -88,8 +88,8 @@ def test_the_model_list_has_the_context(lily):
 
 def test_a_field_that_cannot_be_honoured_is_named(lily):
     with pytest.raises(openai.BadRequestError) as caught:
-        lily.client().chat.completions.create(**SEEDED, n=2)
-    assert caught.value.param == "n"
+        lily.client().chat.completions.create(**SEEDED, store=True)
+    assert caught.value.param == "store"
     assert caught.value.code == "unsupported_value"
 
 

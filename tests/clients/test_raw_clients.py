@@ -20,7 +20,7 @@ def open_stream(server, body):
     """A socket on which the answer to a request has begun."""
     data = json.dumps(body).encode()
     head = (
-        "POST /v1/chat/completions HTTP/1.1\r\nHost: lily\r\nContent-Type: application/json\r\n"
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(data)}\r\n\r\n"
     )
     stream = socket.create_connection(("127.0.0.1", server.port), timeout=60)

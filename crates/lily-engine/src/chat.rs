@@ -91,15 +91,11 @@ pub fn chat_request(
     let input = ChatInput { messages: &messages, tools: &chat.tools, add_generation_prompt: true, variables };
     let rendered = template.render(&input, tokenizer)?;
     let prompt = tokenizer.encode_chat(&rendered);
+    let starts_in_thought = rendered.ends_in_open_thought();
     Ok(Request {
         boundaries: boundaries(&prompt, tokenizer),
-        prompt,
-        sampling,
-        max_tokens: None,
-        stop: Vec::new(),
-        format: OutputFormat::Chat { starts_in_thought: rendered.ends_in_open_thought(), tools },
-        ignore_eos: false,
-        cache_prompt: true,
+        format: OutputFormat::Chat { starts_in_thought, tools, single_call: false },
+        ..Request::raw(prompt, sampling)
     })
 }
 

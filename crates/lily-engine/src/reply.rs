@@ -28,8 +28,8 @@ impl Reply {
     pub fn new(format: &OutputFormat, stop: &[String]) -> Self {
         let parser = match format {
             OutputFormat::Raw => None,
-            OutputFormat::Chat { starts_in_thought, tools } => {
-                Some(OutputParser::new(*starts_in_thought, Arc::clone(tools)))
+            OutputFormat::Chat { starts_in_thought, tools, single_call } => {
+                Some(OutputParser::new(*starts_in_thought, Arc::clone(tools), *single_call))
             }
         };
         Self { detokenizer: Detokenizer::default(), parser, stop: StopMatcher::new(stop) }
@@ -43,6 +43,21 @@ impl Reply {
     /// Whether the reply holds a tool call.
     pub fn has_calls(&self) -> bool {
         self.parser.as_ref().is_some_and(|parser| parser.calls() > 0)
+    }
+
+    /// Whether the reply so far ends inside a tool call.
+    pub fn in_call(&self) -> bool {
+        self.parser.as_ref().is_some_and(OutputParser::in_call)
+    }
+
+    /// Whether the one call that the reply may have is complete.
+    pub fn is_complete(&self) -> bool {
+        self.parser.as_ref().is_some_and(OutputParser::is_complete)
+    }
+
+    /// The stop string that ended the reply.
+    pub fn stop_string(&self) -> Option<&str> {
+        self.stop.met()
     }
 
     /// Takes the bytes of a token.
@@ -114,7 +129,7 @@ mod tests {
 
     fn chat(thought: bool) -> OutputFormat {
         let tool = Tool { name: "f".into(), parameters: Value::Null };
-        OutputFormat::Chat { starts_in_thought: thought, tools: Arc::new([tool]) }
+        OutputFormat::Chat { starts_in_thought: thought, tools: Arc::new([tool]), single_call: false }
     }
 
     /// Thought, answer, arguments, and whether a stop string was met.

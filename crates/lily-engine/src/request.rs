@@ -6,6 +6,7 @@ use std::time::Duration;
 use lily_model::backend::SegmentError;
 use lily_model::sample::Logprobs;
 
+use crate::constraint::Constraint;
 use crate::output::Delta;
 
 /// One generation.
@@ -30,6 +31,29 @@ pub struct Request {
     pub boundaries: Vec<u32>,
     /// Use the prefix cache; otherwise nothing is taken from it and nothing added.
     pub cache_prompt: bool,
+    /// What the reply is held to; comes from [`Engine::compile`](crate::scheduler::Engine::compile).
+    pub constraint: Option<Constraint>,
+    /// Most tokens of the thought, its closing tag included; at least 1. When so many but one have come, the next
+    /// one is the closing tag. Means nothing where the reply does not begin with a thought.
+    pub thinking_budget: Option<u32>,
+}
+
+impl Request {
+    /// A request for raw text after a prompt, without limits.
+    pub fn raw(prompt: Vec<u32>, sampling: Sampling) -> Self {
+        Self {
+            prompt,
+            sampling,
+            max_tokens: None,
+            stop: Vec::new(),
+            format: OutputFormat::Raw,
+            ignore_eos: false,
+            boundaries: Vec::new(),
+            cache_prompt: true,
+            constraint: None,
+            thinking_budget: None,
+        }
+    }
 }
 
 /// Sampling parameters as a request gives them. See [`lily_model::sample::SampleParams`] for their meaning.
@@ -61,6 +85,8 @@ pub enum OutputFormat {
         starts_in_thought: bool,
         /// The tools that may be called; empty: tool-call markup is text.
         tools: Arc<[Tool]>,
+        /// The reply ends with its first tool call.
+        single_call: bool,
     },
 }
 
@@ -93,6 +119,8 @@ pub enum Event {
         id: u32,
         /// Its log-probabilities.
         logprobs: Logprobs,
+        /// It belongs to the thought, as its closing tag does.
+        in_thought: bool,
     },
     /// A piece of output.
     Delta(Delta),
@@ -107,6 +135,8 @@ pub enum Event {
 pub struct Finished {
     /// Why it ended.
     pub reason: FinishReason,
+    /// The stop string that was met, if one was.
+    pub stop: Option<String>,
     /// Tokens.
     pub usage: Usage,
     /// Times.
@@ -204,6 +234,9 @@ pub enum RequestError {
     /// The device failed, or has no memory for the request.
     #[error("the request could not be completed: {0}")]
     Device(String),
+    /// The grammar that the reply is held to can't be followed further.
+    #[error("the grammar can't be followed: {0}")]
+    Constraint(String),
     /// The engine was shut down.
     #[error("the engine was shut down before the answer was complete")]
     Shutdown,

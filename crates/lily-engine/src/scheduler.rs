@@ -21,10 +21,16 @@ use lily_model::backend::{Backend, Limits};
 use lily_model::tokenizer::Tokenizer;
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
-use crate::request::{Event, Request, SubmitError};
+use crate::constraint::masks::Masks;
+use crate::constraint::{Compiler, Constraint, ConstraintError, Outline};
+use crate::guide::Guide;
+use crate::request::{Event, OutputFormat, Request, SubmitError};
 use crate::validate;
 use job::{Job, Place};
 use worker::{Command, Worker};
+
+/// The control token that ends a thought.
+const CLOSE_THOUGHT: &str = "</think>";
 
 /// How long [`Engine::shutdown`] waits past its deadline for the step that the device is working on.
 const LAST_STEP: Duration = Duration::from_secs(10);
@@ -65,6 +71,11 @@ struct Inner {
     /// Bytes of state of the capacities that can never be had, up to the context: the last of them first.
     too_large: Vec<u64>,
     next_seed: AtomicU64,
+    compiler: Compiler,
+    /// `None`: the system refused a thread for them.
+    masks: Option<Masks>,
+    /// Allows the closing tag of a thought alone.
+    close_thought: Option<Arc<[u32]>>,
 }
 
 /// The events of one request. Dropping it cancels the request within one step.
@@ -89,6 +100,10 @@ pub struct Status {
     pub stopped: Option<String>,
     /// Context limit, tokens.
     pub context: u32,
+    /// Bytes of state that are reserved, for requests and for the cache.
+    pub state_bytes: u64,
+    /// The most that these may be.
+    pub state_limit: u64,
     /// Snapshots in the prefix cache.
     pub cache_snapshots: usize,
     /// Bytes of state that they hold on to.
@@ -107,6 +122,7 @@ struct Shared {
     steps: AtomicU64,
     /// When the last step ended, milliseconds after `started`.
     last_step: AtomicU64,
+    state_bytes: AtomicU64,
     cache_snapshots: AtomicUsize,
     cache_bytes: AtomicU64,
     stopped: OnceLock<Stopped>,
@@ -140,6 +156,7 @@ impl Engine {
             running: AtomicUsize::new(0),
             steps: AtomicU64::new(0),
             last_step: AtomicU64::new(0),
+            state_bytes: AtomicU64::new(0),
             cache_snapshots: AtomicUsize::new(0),
             cache_bytes: AtomicU64::new(0),
             stopped: OnceLock::new(),
@@ -152,6 +169,8 @@ impl Engine {
         let (commands, receiver) = channel();
         let max_open = max_sequences.saturating_add(options.max_queue);
         let cache_limit = options.cache_bytes;
+        let close_thought = tokenizer.control_id(CLOSE_THOUGHT).map(|id| only(id, limits.vocab_size));
+        let compiler = Compiler::new(Arc::clone(&tokenizer), limits.vocab_size, options.eos.clone());
         let options = Options { max_sequences, ..options };
         let worker = Worker::new(backend, tokenizer, options, Arc::clone(&shared), receiver);
         let thread = thread::Builder::new().name("lily-engine".to_owned()).spawn(|| worker.work());
@@ -164,9 +183,36 @@ impl Engine {
             }
         };
         let next_seed = AtomicU64::new(fastrand::u64(..));
-        let thread = Mutex::new(thread);
-        let inner = Inner { shared, commands, thread, limits, max_open, cache_limit, too_large, next_seed };
+        let masks = Masks::start();
+        if let Err(error) = &masks {
+            let message = format!("the system refused to start the thread for masks: {error}");
+            let _ = shared.stopped.set(Stopped::Failed(message));
+        }
+        let inner = Inner {
+            shared,
+            commands,
+            thread: Mutex::new(thread),
+            limits,
+            max_open,
+            cache_limit,
+            too_large,
+            next_seed,
+            compiler,
+            masks: masks.ok(),
+            close_thought,
+        };
         Self { inner: Arc::new(inner) }
+    }
+
+    /// Compiles what the reply to a request is to be held to; `None`: it is not held to anything. `format` is the
+    /// request's. Takes milliseconds, and the first time a second.
+    pub fn compile(
+        &self,
+        outline: &Outline,
+        format: &OutputFormat,
+    ) -> Result<Option<Constraint>, ConstraintError> {
+        let after_thought = matches!(format, OutputFormat::Chat { starts_in_thought: true, .. });
+        self.inner.compiler.compile(outline, after_thought)
     }
 
     /// Checks a request and queues it.
@@ -174,6 +220,10 @@ impl Engine {
         let inner = &*self.inner;
         inner.check_running()?;
         validate::check(&request, &inner.limits)?;
+        if request.thinking_budget.is_some() && inner.close_thought.is_none() {
+            let problem = format!("this model's tokenizer has no {CLOSE_THOUGHT} to end a thought with");
+            return Err(SubmitError::InvalidParameter { parameter: "thinking_budget", problem });
+        }
         let capacity = inner.capacity(&request);
         let shortfall = inner.limits.context - capacity;
         if let Some(&needed) = inner.too_large.get(shortfall as usize) {
@@ -183,13 +233,19 @@ impl Engine {
         let place = inner.take_place()?;
         let seed = request.sampling.seed.unwrap_or_else(|| inner.new_seed());
         let (sender, events) = unbounded_channel();
-        let job = Job::new(request, capacity, seed, sender, place);
+        let guide = inner.guide(&request);
+        let job = Job::new(request, capacity, seed, guide, sender, place);
         // Fails when the thread has ended since the check above.
         if inner.commands.send(Command::Run(Box::new(job))).is_err() {
             inner.check_running()?;
             return Err(SubmitError::Stopped("its thread has ended".to_owned()));
         }
         Ok(Generation { events })
+    }
+
+    /// Requests that may be open at once, running and waiting.
+    pub fn places(&self) -> usize {
+        self.inner.max_open
     }
 
     /// A snapshot of the engine's counters; never blocks on the device.
@@ -204,6 +260,8 @@ impl Engine {
             last_step_age: shared.started.elapsed().saturating_sub(last_step),
             stopped: shared.stopped.get().map(Stopped::to_string),
             context: self.inner.limits.context,
+            state_bytes: shared.state_bytes.load(Ordering::Relaxed),
+            state_limit: self.inner.limits.state_budget,
             cache_snapshots: shared.cache_snapshots.load(Ordering::Relaxed),
             cache_bytes: shared.cache_bytes.load(Ordering::Relaxed),
             cache_limit: self.inner.cache_limit,
@@ -252,6 +310,15 @@ impl Inner {
         request.max_tokens.map_or(context, |max| prompt.saturating_add(max).min(context))
     }
 
+    /// What guides the reply to a valid request, if anything does.
+    fn guide(&self, request: &Request) -> Option<Guide> {
+        let budget = request.thinking_budget.zip(self.close_thought.clone());
+        if budget.is_none() && request.constraint.is_none() {
+            return None;
+        }
+        Some(Guide::new(request.constraint.clone(), budget, self.masks.clone()?))
+    }
+
     fn take_place(&self) -> Result<Place, SubmitError> {
         let open = &self.shared.open;
         let more = |n: usize| (n < self.max_open).then_some(n + 1);
@@ -268,6 +335,15 @@ impl Inner {
     fn new_seed(&self) -> u64 {
         self.next_seed.fetch_add(0x9E37_79B9_7F4A_7C15, Ordering::Relaxed)
     }
+}
+
+/// The mask that allows one token.
+fn only(id: u32, vocab_size: u32) -> Arc<[u32]> {
+    let mut mask = vec![0; vocab_size.div_ceil(32) as usize];
+    if let Some(word) = mask.get_mut(id as usize / 32) {
+        *word = 1 << (id % 32);
+    }
+    mask.into()
 }
 
 #[cfg(test)]

@@ -9,6 +9,8 @@ pub struct StopMatcher {
     patterns: Vec<Pattern>,
     /// Text that may be the beginning of a stop string: as long as the longest partial match.
     held: String,
+    /// The stop string that was met.
+    met: Option<String>,
 }
 
 /// A stop string and how much of it the text ends with (Knuth, Morris and Pratt: linear in the text).
@@ -53,7 +55,7 @@ impl StopMatcher {
     /// A matcher for these strings, none of them empty.
     pub fn new(stop: &[String]) -> Self {
         let patterns = stop.iter().filter(|text| !text.is_empty()).map(|text| Pattern::new(text)).collect();
-        Self { patterns, held: String::new() }
+        Self { patterns, held: String::new(), met: None }
     }
 
     /// Takes a piece of text. Gives what is certain to be wanted, and whether a stop string was met; what followed
@@ -64,13 +66,20 @@ impl StopMatcher {
         for (i, &byte) in piece.as_bytes().iter().enumerate() {
             let complete = self.patterns.iter_mut().filter_map(|p| p.step(byte).then_some(p.bytes.len()));
             if let Some(longest) = complete.max() {
-                self.held.truncate(before + i + 1 - longest);
+                let end = before + i + 1;
+                self.met = self.held.get(end - longest..end).map(str::to_owned);
+                self.held.truncate(end - longest);
                 return (self.flush(), true);
             }
         }
         let partial = self.patterns.iter().map(|pattern| pattern.matched).max().unwrap_or(0);
         let rest = self.held.split_off(self.held.len() - partial);
         (std::mem::replace(&mut self.held, rest), false)
+    }
+
+    /// The stop string that was met.
+    pub fn met(&self) -> Option<&str> {
+        self.met.as_deref()
     }
 
     /// Gives out what is held back: the text ends here, or other output interrupts it.
@@ -120,7 +129,9 @@ mod tests {
         let mut matcher = StopMatcher::new(&strings(&["beta gamma"]));
         assert_eq!(matcher.push("alpha be"), ("alpha ".to_owned(), false));
         assert_eq!(matcher.push("ta gam"), (String::new(), false));
+        assert_eq!(matcher.met(), None);
         assert_eq!(matcher.push("ma delta"), (String::new(), true));
+        assert_eq!(matcher.met(), Some("beta gamma"));
     }
 
     #[test]

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use lily_model::backend::Limits;
 
-use crate::request::{OutputFormat, Request, Sampling};
+use crate::request::{Request, Sampling};
 use crate::scheduler::Options;
 
 pub use backend::{Act, Audit, FakeBackend, say};
@@ -57,14 +57,5 @@ pub fn greedy() -> Sampling {
 
 /// A request for raw text without limits.
 pub fn request(prompt: Vec<u32>) -> Request {
-    Request {
-        prompt,
-        sampling: greedy(),
-        max_tokens: None,
-        stop: Vec::new(),
-        format: OutputFormat::Raw,
-        ignore_eos: false,
-        boundaries: Vec::new(),
-        cache_prompt: true,
-    }
+    Request::raw(prompt, greedy())
 }

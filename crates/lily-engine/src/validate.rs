@@ -11,6 +11,9 @@ pub(crate) fn check(request: &Request, limits: &Limits) -> Result<(), SubmitErro
     if request.max_tokens == Some(0) {
         return Err(invalid("max_tokens", "expected at least 1, found 0".to_owned()));
     }
+    if request.thinking_budget == Some(0) {
+        return Err(invalid("thinking_budget", "expected at least 1, found 0".to_owned()));
+    }
     if let Some(i) = request.stop.iter().position(String::is_empty) {
         return Err(invalid(
             "stop",
@@ -139,6 +142,7 @@ mod tests {
     #[test]
     fn other_fields_are_checked() {
         assert_eq!(parameter(|r| r.max_tokens = Some(0)), Some("max_tokens"));
+        assert_eq!(parameter(|r| r.thinking_budget = Some(0)), Some("thinking_budget"));
         assert_eq!(parameter(|r| r.stop = vec!["a".into(), String::new()]), Some("stop"));
         assert_eq!(parameter(|r| r.prompt = vec![1, limits().vocab_size]), Some("prompt"));
     }

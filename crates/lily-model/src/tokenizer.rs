@@ -119,6 +119,11 @@ impl Tokenizer {
         self.controls.iter().any(|token| token.id == id && token.special)
     }
 
+    /// Whether the token is an entry of `added_tokens`, flagged special or not.
+    pub fn is_control(&self, id: u32) -> bool {
+        self.controls.iter().any(|token| token.id == id)
+    }
+
     /// Id of a control token (any entry of `added_tokens`, flagged special or not) by its exact text.
     pub fn control_id(&self, content: &str) -> Option<u32> {
         self.controls.iter().find(|token| token.content == content).map(|token| token.id)

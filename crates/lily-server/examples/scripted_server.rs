@@ -7,6 +7,7 @@ use lily_engine::scheduler::Engine;
 use lily_engine::testing::{FakeBackend, greedy, limits, options, say, tokenizer};
 use lily_model::template::ChatTemplate;
 use lily_server::app::{Limits, ServerState, unix_time};
+use lily_server::metrics::Metrics;
 use lily_server::serve::{DEFAULT_HOST, bind, serve};
 
 const TEMPLATE: &str = include_str!("../../lily-model/tests/data/qwen3.6/chat_template.jinja");
@@ -28,6 +29,8 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         model: "scripted".to_owned(),
         defaults: greedy(),
         api_key: None,
+        hosts: Vec::new(),
+        metrics: Metrics::new("scripted")?,
         created: unix_time(),
         limits: Limits::default(),
     };

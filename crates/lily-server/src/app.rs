@@ -6,7 +6,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use axum::Router;
 use axum::extract::Request;
 use axum::http::{Method, StatusCode, Uri};
-use axum::middleware::{from_fn, from_fn_with_state};
+use axum::middleware::{from_fn, from_fn_with_state, map_response};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use lily_engine::request::Sampling;
@@ -16,7 +16,11 @@ use lily_model::tokenizer::Tokenizer;
 use tower_http::catch_panic::CatchPanicLayer;
 
 use crate::error::ApiError;
-use crate::{auth, body, chat_completions, health, models, trace};
+use crate::metrics::Metrics;
+use crate::{
+    auth, body, chat_completions, completions, health, host, messages, metrics, models, responses, tokenize,
+    trace,
+};
 
 /// Everything a request may need. Shared by all connections.
 pub struct ServerState {
@@ -32,6 +36,10 @@ pub struct ServerState {
     pub defaults: Sampling,
     /// What `Authorization: Bearer` must carry, if anything.
     pub api_key: Option<String>,
+    /// Names beside those of this machine to which requests may be addressed, where only it can reach the server.
+    pub hosts: Vec<String>,
+    /// What is counted.
+    pub metrics: Metrics,
     /// When the model was loaded, seconds since 1970.
     pub created: u64,
     /// Bounds.
@@ -47,6 +55,8 @@ pub struct Limits {
     pub body_time: Duration,
     /// Longest time the head of a request may take to arrive, counted from the end of the previous one.
     pub head_time: Duration,
+    /// Longest time that a client may take nothing of an answer that waits for it.
+    pub write_time: Duration,
     /// A stream that was silent for this long gets a comment line.
     pub keep_alive: Duration,
     /// Time that running answers get to finish after the server was told to stop.
@@ -60,6 +70,7 @@ impl Default for Limits {
             body_bytes: 8 << 20,
             body_time: Duration::from_secs(30),
             head_time: Duration::from_secs(30),
+            write_time: Duration::from_secs(60),
             keep_alive: Duration::from_secs(15),
             shutdown_time: Duration::from_secs(10),
         }
@@ -71,19 +82,36 @@ pub fn unix_time() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
-/// The whole API.
-pub fn router(state: Arc<ServerState>) -> Router {
-    let v1 = Router::new()
-        .route("/chat/completions", post(chat_completions::create))
-        .route("/models", get(models::list))
-        .route_layer(from_fn_with_state(Arc::clone(&state), auth::require_key));
+/// The whole API. `local`: only this machine can reach it, so requests must be addressed to it.
+pub fn router(state: Arc<ServerState>, local: bool) -> Router {
+    let key = || from_fn_with_state(Arc::clone(&state), auth::require_key);
+    let anthropic = Router::new()
+        .route("/v1/messages", post(messages::create))
+        .route("/v1/messages/count_tokens", post(messages::count_tokens))
+        .route_layer(key())
+        .route_layer(map_response(messages::in_anthropics_form));
+    let keyed = Router::new()
+        .route("/v1/chat/completions", post(chat_completions::create))
+        .route("/v1/completions", post(completions::create))
+        .route("/v1/responses", post(responses::create))
+        .route("/v1/models", get(models::list))
+        .route("/v1/models/{*id}", get(models::one))
+        .route("/metrics", get(metrics::metrics))
+        .route("/tokenize", post(tokenize::tokenize))
+        .route("/detokenize", post(tokenize::detokenize))
+        .route_layer(key());
     let routes = Router::new()
         .route("/health", get(health::health))
-        .nest("/v1", v1)
+        .merge(keyed)
+        .merge(anthropic)
         .fallback(not_found)
         .method_not_allowed_fallback(method_not_allowed)
-        .with_state(state);
-    with_layers(routes)
+        .with_state(Arc::clone(&state));
+    let routes = match local {
+        true => routes.layer(from_fn_with_state(Arc::clone(&state), host::check)),
+        false => routes,
+    };
+    with_layers(routes.layer(from_fn_with_state(state, metrics::count)))
 }
 
 /// What every request goes through, whatever answers it.
@@ -95,8 +123,7 @@ fn with_layers(routes: Router) -> Router {
 
 async fn not_found(method: Method, uri: Uri, request: Request) -> Response {
     body::discard(request.into_body()).await;
-    let message =
-        format!("there is no {method} {}: see GET /v1/models and POST /v1/chat/completions", uri.path());
+    let message = format!("there is no {method} {}: docs/api.md lists what there is", uri.path());
     ApiError::request(StatusCode::NOT_FOUND, "not_found", message).into_response()
 }
 

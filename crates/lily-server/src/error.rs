@@ -114,6 +114,8 @@ impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         self.log();
         let mut response = (self.status, Json(self.envelope())).into_response();
+        // For the endpoints whose errors have another form.
+        response.extensions_mut().insert(self.clone());
         match self.status {
             StatusCode::TOO_MANY_REQUESTS => {
                 response.headers_mut().insert(RETRY_AFTER, RETRY_AFTER_SECONDS.into());
@@ -127,8 +129,9 @@ impl IntoResponse for ApiError {
     }
 }
 
-impl From<SubmitError> for ApiError {
-    fn from(error: SubmitError) -> Self {
+impl ApiError {
+    /// A request that the engine does not take; `prompt` is the field that the prompt came from.
+    pub(crate) fn submit(error: SubmitError, prompt: &str) -> Self {
         let message = error.to_string();
         let bad = |param: &str, code| Self {
             status: StatusCode::BAD_REQUEST,
@@ -138,8 +141,8 @@ impl From<SubmitError> for ApiError {
             code: Some(code),
         };
         match error {
-            SubmitError::EmptyPrompt => bad("messages", "empty_prompt"),
-            SubmitError::ContextExceeded { .. } => bad("messages", "context_length_exceeded"),
+            SubmitError::EmptyPrompt => bad(prompt, "empty_prompt"),
+            SubmitError::ContextExceeded { .. } => bad(prompt, "context_length_exceeded"),
             SubmitError::TooLarge { .. } => bad("max_tokens", "insufficient_memory"),
             SubmitError::InvalidParameter { parameter, .. } => bad(parameter, "invalid_value"),
             SubmitError::QueueFull { .. } => {
@@ -157,6 +160,8 @@ impl From<RequestError> for ApiError {
         let (status, code) = match error {
             RequestError::Model(_) => (StatusCode::INTERNAL_SERVER_ERROR, "model_error"),
             RequestError::Device(_) => (StatusCode::INTERNAL_SERVER_ERROR, "device_error"),
+            // What the client asked for can't be followed with what the model wrote.
+            RequestError::Constraint(_) => (StatusCode::BAD_REQUEST, "constraint_failed"),
             RequestError::Shutdown => (StatusCode::SERVICE_UNAVAILABLE, "shutdown"),
         };
         Self::request(status, code, error.to_string())

@@ -11,6 +11,9 @@ use crate::error::ApiError;
 /// Longest piece of a wrong value that an error repeats, characters.
 const QUOTED: usize = 60;
 
+/// A field, the JSON texts of the values that it may have, and why no other.
+pub(crate) type OneValue = (&'static str, &'static [&'static str], &'static str);
+
 /// A JSON object that is being read.
 pub(crate) struct Fields<'a> {
     /// Where it is in the request; empty for the request itself.
@@ -109,6 +112,28 @@ impl<'a> Fields<'a> {
     /// The error for an absent member.
     pub fn missing(&self, name: &str) -> ApiError {
         ApiError::field(self.path(name), "required, but absent").with_code("missing_required_parameter")
+    }
+
+    /// The end of a request's own fields: `model` may name anything, fields that are honoured for some values only
+    /// have one of these, and labels have no effect.
+    pub fn settle(mut self, one_value: &[OneValue], no_effect: &[&'static str]) -> Result<(), ApiError> {
+        if let Some(model) = self.string("model")? {
+            tracing::debug!(model, "the one model of this server answers, whatever the name");
+        }
+        for &(name, accepted, why) in one_value {
+            let Some(value) = self.any(name) else { continue };
+            if !accepted.contains(&value.to_string().as_str()) {
+                let found = quote(value);
+                let problem = match accepted {
+                    [] => format!("not supported: {why}"),
+                    _ => format!("only {} is supported, found {found}: {why}", accepted.join(" or ")),
+                };
+                return Err(ApiError::unsupported(self.path(name), problem));
+            }
+        }
+        self.known.extend(no_effect);
+        self.finish();
+        Ok(())
     }
 
     /// All has been read: what is left is ignored, with a log line.

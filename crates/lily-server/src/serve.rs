@@ -16,8 +16,9 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{oneshot, watch};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
+use tokio_io_timeout::TimeoutStream;
 
-use crate::app::{ServerState, router};
+use crate::app::{Limits, ServerState, router};
 
 /// Where a server listens unless told otherwise: only this machine can reach it.
 pub const DEFAULT_HOST: &str = "127.0.0.1";
@@ -72,12 +73,14 @@ pub async fn serve(
     state: Arc<ServerState>,
     shutdown: impl Future<Output = ()>,
 ) -> Result<(), ServeError> {
-    let router = router(Arc::clone(&state));
+    // An address that can't be told is checked as the stricter one.
+    let local = listener.local_addr().map_or(true, |address| address.ip().is_loopback());
+    let router = router(Arc::clone(&state), local);
     // Dropping the sender tells all connections to end after their present answer.
     let (stop, stopped) = watch::channel(());
     let mut connections = JoinSet::new();
     accept(listener, &mut connections, shutdown, |stream| {
-        serve_connection(stream, router.clone(), state.limits.head_time, stopped.clone())
+        serve_connection(stream, router.clone(), state.limits.clone(), stopped.clone())
     })
     .await;
 
@@ -120,18 +123,21 @@ async fn accept<F: Future<Output = ()> + Send + 'static>(
 async fn serve_connection(
     stream: TcpStream,
     router: Router,
-    head_time: Duration,
+    limits: Limits,
     mut stopped: watch::Receiver<()>,
 ) {
     // Tokens are small: each must leave at once.
     if let Err(error) = stream.set_nodelay(true) {
         tracing::debug!(%error, "TCP_NODELAY could not be set");
     }
+    // A client that takes nothing holds what is written for it, and its answer goes on for nobody.
+    let mut stream = TimeoutStream::new(stream);
+    stream.set_write_timeout(Some(limits.write_time));
     let service = TowerToHyperService::new(router);
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
-        .header_read_timeout(head_time)
-        .serve_connection(TokioIo::new(stream), service);
+        .header_read_timeout(limits.head_time)
+        .serve_connection(TokioIo::new(Box::pin(stream)), service);
     let mut connection = pin!(connection);
     let result = tokio::select! {
         result = connection.as_mut() => result,

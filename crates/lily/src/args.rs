@@ -205,6 +205,9 @@ pub struct Serve {
     /// Serve other machines without an API key
     #[arg(long)]
     pub insecure: bool,
+    /// Take requests that are addressed to this name too, say of a proxy on this machine; may be given several times
+    #[arg(long, value_name = "NAME")]
+    pub allow_host: Vec<String>,
     /// Requests worked on side by side; memory is set aside for as many sequences of full length
     #[arg(long, default_value_t = 4, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256))]
     pub max_sequences: u32,

@@ -7,7 +7,7 @@ use std::path::Path;
 use anyhow::{Context, Result, bail};
 use lily_engine::chat::Chat;
 use lily_engine::output::Delta;
-use lily_engine::request::{FinishReason, Finished, OutputFormat, Request};
+use lily_engine::request::{FinishReason, Finished, Request};
 use serde_json::{Value, json};
 
 use crate::args::{Global, Run, UsageError};
@@ -65,15 +65,12 @@ fn read_tools(file: &Path) -> Result<Vec<Value>> {
 }
 
 fn raw_request(session: &Session, prompt: &str, args: &Run) -> Request {
+    let prompt = session.model.tokenizer.encode_with_control(prompt);
     Request {
-        prompt: session.model.tokenizer.encode_with_control(prompt),
-        sampling: session.sampling(&args.generation),
         max_tokens: args.generation.max_tokens,
         stop: args.generation.stop.clone(),
-        format: OutputFormat::Raw,
-        ignore_eos: false,
-        boundaries: Vec::new(),
         cache_prompt: false,
+        ..Request::raw(prompt, session.sampling(&args.generation))
     }
 }
 

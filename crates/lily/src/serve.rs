@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use anyhow::{Result, bail};
 use lily_server::app::{Limits, ServerState, unix_time};
+use lily_server::metrics::Metrics;
 use lily_server::serve::{bind, serve as run_server};
 use tokio::net::TcpListener;
 
@@ -28,7 +29,7 @@ pub fn serve(args: &Serve, global: &Global) -> Result<()> {
         }
         let (context, sequences, cache) = (args.context.ctx_size, args.max_sequences, args.cache.bytes());
         let session = tokio::task::block_in_place(|| Session::start(global, context, sequences, cache))?;
-        serve_session(listener, session, api_key).await
+        serve_session(listener, session, api_key, args.allow_host.clone()).await
     })
 }
 
@@ -43,15 +44,22 @@ fn api_key(args: &Serve) -> Result<Option<String>> {
     }
 }
 
-async fn serve_session(listener: TcpListener, session: Session, api_key: Option<String>) -> Result<()> {
+async fn serve_session(
+    listener: TcpListener,
+    session: Session,
+    api_key: Option<String>,
+    hosts: Vec<String>,
+) -> Result<()> {
     let interrupts = Interrupts::listen()?;
     let state = ServerState {
         engine: session.engine,
         tokenizer: session.model.tokenizer,
         template: session.model.template,
+        metrics: Metrics::new(&session.name)?,
         model: session.name,
         defaults: default_sampling(&session.model.generation),
         api_key,
+        hosts,
         created: unix_time(),
         limits: Limits::default(),
     };

@@ -150,7 +150,7 @@ fn a_request_knows_its_prompt_its_tools_and_whether_it_starts_in_a_thought() {
     );
     let opened = tokenizer().control_id("<think>").unwrap();
     assert_eq!(request.prompt.iter().filter(|&&id| id == opened).count(), 1, "a user's tag is text");
-    let OutputFormat::Chat { starts_in_thought, tools } = request.format else { panic!() };
+    let OutputFormat::Chat { starts_in_thought, tools, .. } = request.format else { panic!() };
     assert!(starts_in_thought);
     assert_eq!(*tools, [Tool { name: "f".into(), parameters }]);
 

@@ -104,10 +104,10 @@ fn escaped(quoted: &str) -> &str {
 
 /// A set of JSON types.
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct Types(u8);
+pub(crate) struct Types(u8);
 
 impl Types {
-    const STRING: Self = Self(1);
+    pub(crate) const STRING: Self = Self(1);
     const INTEGER: Self = Self(2);
     const NUMBER: Self = Self(4);
     const BOOLEAN: Self = Self(8);
@@ -122,7 +122,7 @@ impl Types {
     const MAX_BLANK: usize = 64;
 
     /// What a schema allows; `root` is where its references point into.
-    fn of(schema: &Value, root: &Value) -> Self {
+    pub(crate) fn of(schema: &Value, root: &Value) -> Self {
         match Self::collect(schema, root, Self::MAX_DEPTH) {
             Self(0) => Self::ANY,
             types => types,
@@ -183,7 +183,7 @@ impl Types {
         Self(self.0 | other.0)
     }
 
-    fn has(self, other: Self) -> bool {
+    pub(crate) fn has(self, other: Self) -> bool {
         self.0 & other.0 != 0
     }
 

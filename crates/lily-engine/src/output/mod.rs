@@ -20,6 +20,9 @@ use markup::{Scan, scan};
 use thought::Thought;
 use tool_call::CallParser;
 
+pub(crate) use arguments::Types;
+pub(crate) use tool_call::tags;
+
 /// A piece of output. Pieces of a kind concatenate.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Delta {
@@ -53,6 +56,7 @@ pub struct OutputParser {
     /// Text that can't be read before more of it has come: at most a tag and a newline.
     held: String,
     tools: Arc<[Tool]>,
+    single_call: bool,
     output: Output,
 }
 
@@ -95,18 +99,29 @@ struct Output {
 
 impl OutputParser {
     /// A parser for a reply that begins inside a thought or not. Without tools, markup of tool calls is text.
-    pub fn new(starts_in_thought: bool, tools: Arc<[Tool]>) -> Self {
+    /// `single_call`: a call has one function, and nothing is to be read behind the first call.
+    pub fn new(starts_in_thought: bool, tools: Arc<[Tool]>, single_call: bool) -> Self {
         let mode = match (starts_in_thought, tools.is_empty()) {
             (true, _) => Mode::Thought(Thought::default()),
             (false, true) => Mode::Text(Leading::Over),
             (false, false) => Mode::Text(Leading::Keep(String::new())),
         };
-        Self { mode, held: String::new(), tools, output: Output::default() }
+        Self { mode, held: String::new(), tools, single_call, output: Output::default() }
     }
 
     /// Whether the text so far ends inside the thought.
     pub fn in_thought(&self) -> bool {
         matches!(self.mode, Mode::Thought(_))
+    }
+
+    /// Whether the text so far ends inside a tool call.
+    pub fn in_call(&self) -> bool {
+        matches!(self.mode, Mode::Call(_))
+    }
+
+    /// Whether the one call that there may be is complete.
+    pub fn is_complete(&self) -> bool {
+        self.single_call && self.output.calls > 0 && !self.in_call()
     }
 
     /// Tool calls begun so far.
@@ -119,7 +134,7 @@ impl OutputParser {
         let mut text = mem::take(&mut self.held);
         text.push_str(piece);
         let mut rest = text.as_str();
-        while !rest.is_empty() {
+        while !rest.is_empty() && !self.is_complete() {
             let step = match &mut self.mode {
                 Mode::Thought(thought) => thought.step(rest, &mut self.output),
                 Mode::Text(_) => self.step_text(rest),
@@ -142,7 +157,7 @@ impl OutputParser {
                 }
             }
         }
-        self.held = rest.to_owned();
+        self.held = if self.is_complete() { String::new() } else { rest.to_owned() };
         mem::take(&mut self.output.deltas)
     }
 
@@ -177,7 +192,7 @@ impl OutputParser {
             }
             return Step::Used(blank);
         }
-        let tags: &[&str] = if self.tools.is_empty() { &[] } else { &[tool_call::OPEN] };
+        let tags: &[&str] = if self.tools.is_empty() { &[] } else { &[tags::OPEN] };
         let (text, opens_call) = match scan(rest, tags) {
             Scan::Tag { at, .. } => (&rest[..at], true),
             Scan::Partial { at: 0 } => return Step::More,
@@ -194,8 +209,8 @@ impl OutputParser {
         if !opens_call {
             return Step::Used(text.len());
         }
-        self.mode = Mode::Call(Box::new(CallParser::new(Arc::clone(&self.tools))));
-        Step::Used(text.len() + tool_call::OPEN.len())
+        self.mode = Mode::Call(Box::new(CallParser::new(Arc::clone(&self.tools), self.single_call)));
+        Step::Used(text.len() + tags::OPEN.len())
     }
 }
 

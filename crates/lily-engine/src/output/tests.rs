@@ -60,7 +60,7 @@ fn tools() -> Arc<[Tool]> {
 }
 
 fn parse_pieces<'a>(pieces: impl IntoIterator<Item = &'a str>, thought: bool, cut: bool) -> Folded {
-    let mut parser = OutputParser::new(thought, tools());
+    let mut parser = OutputParser::new(thought, tools(), false);
     let mut folded = Folded::default();
     for piece in pieces {
         folded.add(parser.push(piece));
@@ -156,7 +156,7 @@ fn an_empty_thought_is_nothing() {
 
 #[test]
 fn without_tools_markup_is_text() {
-    let mut parser = OutputParser::new(false, Arc::new([]));
+    let mut parser = OutputParser::new(false, Arc::new([]), false);
     let text = format!(" {}", call(&[("city", "x")]));
     assert_eq!(parser.push(&text), [Delta::Text(text)]);
     assert_eq!(parser.finish(false), []);
@@ -219,7 +219,7 @@ fn characters_that_json_escapes_arrive_unchanged() {
 
 #[test]
 fn string_values_stream_as_they_come() {
-    let mut parser = OutputParser::new(false, tools());
+    let mut parser = OutputParser::new(false, tools(), false);
     parser.push("<tool_call>\n<function=weather>\n<parameter=city>\n");
     let fragment = |text: &str| vec![Delta::ToolArguments { index: 0, fragment: text.into() }];
     assert_eq!(parser.push("Br"), fragment("Br"));
@@ -235,7 +235,7 @@ fn string_values_stream_as_they_come() {
 fn long_values_take_linear_time() {
     let text =
         call(&[("city", &"a<\n\"".repeat(100_000)), ("list", &format!("[{}]", "1,\n".repeat(100_000)))]);
-    let mut parser = OutputParser::new(false, tools());
+    let mut parser = OutputParser::new(false, tools(), false);
     let mut folded = Folded::default();
     let start = std::time::Instant::now();
     for piece in text.as_bytes().chunks(2) {

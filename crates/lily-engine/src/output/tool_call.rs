@@ -23,17 +23,22 @@ use super::markup::{Scan, at_start, scan};
 use super::{Output, Step};
 use crate::request::Tool;
 
-pub(super) const OPEN: &str = "<tool_call>";
-const CLOSE: &str = "</tool_call>";
-const FUNCTION: &str = "<function=";
-const END_FUNCTION: &str = "</function>";
-const PARAMETER: &str = "<parameter=";
-const END_PARAMETER: &str = "</parameter>";
+/// The markup.
+pub(crate) mod tags {
+    pub(crate) const OPEN: &str = "<tool_call>";
+    pub(crate) const CLOSE: &str = "</tool_call>";
+    pub(crate) const FUNCTION: &str = "<function=";
+    pub(crate) const END_FUNCTION: &str = "</function>";
+    pub(crate) const PARAMETER: &str = "<parameter=";
+    pub(crate) const END_PARAMETER: &str = "</parameter>";
+}
+use tags::{CLOSE, END_FUNCTION, END_PARAMETER, FUNCTION, OPEN, PARAMETER};
 
 #[derive(Debug)]
 pub(super) struct CallParser {
     state: State,
     tools: Arc<[Tool]>,
+    single: bool,
     /// What has been read and is not a call yet.
     raw: String,
     /// A name that has begun.
@@ -64,9 +69,10 @@ enum State {
 }
 
 impl CallParser {
-    /// A parser for what follows [`OPEN`].
-    pub fn new(tools: Arc<[Tool]>) -> Self {
-        Self { state: State::Opening, tools, raw: OPEN.to_owned(), name: String::new(), arguments: None }
+    /// A parser for what follows [`OPEN`]. `single`: no second function follows the first.
+    pub fn new(tools: Arc<[Tool]>, single: bool) -> Self {
+        let raw = OPEN.to_owned();
+        Self { state: State::Opening, tools, single, raw, name: String::new(), arguments: None }
     }
 
     pub fn step(&mut self, rest: &str, output: &mut Output) -> Step {
@@ -271,7 +277,8 @@ impl CallParser {
         if blank > 0 {
             return Step::Used(blank);
         }
-        match at_start(rest, &[CLOSE, FUNCTION]) {
+        let tags: &[&str] = if self.single { &[CLOSE] } else { &[CLOSE, FUNCTION] };
+        match at_start(rest, tags) {
             Scan::Tag { tag: 0, .. } => Step::Done(CLOSE.len()),
             Scan::Tag { .. } => self.open_function(),
             Scan::Partial { .. } => Step::More,

@@ -9,6 +9,8 @@ use lily_model::tokenizer::Tokenizer;
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::{Shared, Stopped};
+use crate::guide::{Choice, Guide};
+use crate::output::Delta;
 use crate::reply::{Progress, Reply};
 use crate::request::{Event, FinishReason, Finished, Request, RequestError, Timing, Usage};
 
@@ -16,7 +18,7 @@ use crate::request::{Event, FinishReason, Finished, Request, RequestError, Timin
 /// reason why the engine stopped. (When the client is gone, nobody hears it.)
 pub(super) struct Job {
     pub prompt: Vec<u32>,
-    pub params: Arc<SampleParams>,
+    params: Arc<SampleParams>,
     /// Tokens that it may grow to, the prompt included.
     pub capacity: u32,
     /// As in [`Request`].
@@ -25,6 +27,7 @@ pub(super) struct Job {
     pub cache_prompt: bool,
     ignore_eos: bool,
     reply: Reply,
+    guide: Option<Guide>,
     usage: Usage,
     submitted: Instant,
     started: Option<Instant>,
@@ -61,6 +64,7 @@ impl Job {
         request: Request,
         capacity: u32,
         seed: u64,
+        mut guide: Option<Guide>,
         events: UnboundedSender<Event>,
         place: Place,
     ) -> Self {
@@ -80,6 +84,10 @@ impl Job {
             seed,
             logprobs: sampling.logprobs,
         };
+        let reply = Reply::new(&request.format, &request.stop);
+        if let Some(guide) = &mut guide {
+            guide.begin(&reply);
+        }
         Self {
             prompt: request.prompt,
             params: Arc::new(params),
@@ -87,7 +95,8 @@ impl Job {
             boundaries: request.boundaries,
             cache_prompt: request.cache_prompt,
             ignore_eos: request.ignore_eos,
-            reply: Reply::new(&request.format, &request.stop),
+            reply,
+            guide,
             usage: Usage { prompt_tokens, ..Usage::default() },
             submitted: Instant::now(),
             started: None,
@@ -107,6 +116,40 @@ impl Job {
         match self.prompt.split_last() {
             Some((_, reusable)) if self.cache_prompt => reusable,
             _ => &[],
+        }
+    }
+
+    /// Whether the next token can only be drawn when the one before it is known.
+    pub fn is_guided(&self) -> bool {
+        self.guide.as_ref().is_some_and(|guide| guide.acts(&self.reply))
+    }
+
+    fn choice(&self) -> Choice {
+        let of = |guide: &Guide| guide.choice(&self.reply, self.usage.reasoning_tokens);
+        self.guide.as_ref().map_or(Choice::Any, of)
+    }
+
+    /// Whether it is known how the next token is drawn. [`Job::wait`] waits for that.
+    pub fn is_ready(&self) -> bool {
+        !matches!(self.choice(), Choice::Unknown)
+    }
+
+    /// How the next token is drawn, if it is known.
+    pub fn params(&self) -> Option<Arc<SampleParams>> {
+        match self.choice() {
+            Choice::Any => Some(Arc::clone(&self.params)),
+            Choice::Of(mask) => Some(Arc::new(SampleParams { mask: Some(mask), ..(*self.params).clone() })),
+            Choice::Unknown => None,
+        }
+    }
+
+    /// Waits until it is known how the next token is drawn; gives whether it is at the deadline. Fails if the
+    /// reply can't be what it is held to.
+    pub fn wait(&mut self, deadline: Option<Instant>) -> Result<bool, RequestError> {
+        match self.guide.as_mut().map(|guide| guide.wait(deadline)) {
+            None | Some(Some(Ok(()))) => Ok(true),
+            Some(None) => Ok(false),
+            Some(Some(Err(problem))) => Err(RequestError::Constraint(problem)),
         }
     }
 
@@ -140,14 +183,24 @@ impl Job {
             self.finish(if self.reply.has_calls() { FinishReason::ToolCalls } else { FinishReason::Stop });
             return true;
         }
-        self.usage.reasoning_tokens += u32::from(self.reply.in_thought());
+        let in_thought = self.reply.in_thought();
+        self.usage.reasoning_tokens += u32::from(in_thought);
         if let Some(logprobs) = sampled.logprobs {
-            self.send(Event::Token { id, logprobs });
+            self.send(Event::Token { id, logprobs, in_thought });
         }
         let bytes = if tokenizer.is_special(id) { &[] } else { tokenizer.token_bytes(id) };
         let progress = self.reply.push(bytes);
+        if !progress.stopped
+            && let Some(guide) = &mut self.guide
+        {
+            guide.accept(id, &self.reply, || tokenizer.encode_text(&answer(&progress)));
+        }
         if self.send_deltas(progress) {
             self.end(FinishReason::Stop);
+            return true;
+        }
+        if self.reply.is_complete() {
+            self.finish(FinishReason::ToolCalls);
             return true;
         }
         if self.usage.completion_tokens >= self.max_tokens() {
@@ -179,7 +232,8 @@ impl Job {
             prefill: between(self.started, self.first_token),
             decode: between(self.first_token, Some(Instant::now())),
         };
-        self.last_event(Event::Finished(Finished { reason, usage: self.usage, timing }));
+        let stop = self.reply.stop_string().map(str::to_owned);
+        self.last_event(Event::Finished(Finished { reason, stop, usage: self.usage, timing }));
     }
 
     /// Whoever hears of the end finds the place free.
@@ -200,6 +254,12 @@ impl Job {
     fn send(&self, event: Event) {
         let _ = self.events.send(event);
     }
+}
+
+/// The text of the answer in a piece of a reply.
+fn answer(progress: &Progress) -> String {
+    let text = |delta: &Delta| if let Delta::Text(text) = delta { text.clone() } else { String::new() };
+    progress.deltas.iter().map(text).collect()
 }
 
 impl Drop for Job {

@@ -1,7 +1,6 @@
 //! A request that runs: what its sequence has read, and what it is to do next.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
 
 use lily_model::backend::{Segment, SeqId, SnapshotId, Tokens, Want};
 
@@ -100,13 +99,16 @@ impl Sequence {
         self.stops.binary_search(&self.fed).is_ok()
     }
 
-    /// The next token, if one is due.
+    /// Whether its next token could be drawn, if it is known how.
+    pub fn is_due(&self) -> bool {
+        let due = |job: &Job| self.sampled < job.max_tokens() && !(job.is_guided() && self.in_flight > 0);
+        !self.is_reading() && self.job.as_deref().is_some_and(due)
+    }
+
+    /// The next token, if one is due and it is known how to draw it.
     pub fn decode(&mut self) -> Option<(Segment, Advance)> {
-        let job = self.job.as_ref()?;
-        if self.is_reading() || self.sampled >= job.max_tokens() {
-            return None;
-        }
-        let want = Want::Sample(Arc::clone(&job.params));
+        let job = self.job.as_ref().filter(|_| self.is_due())?;
+        let want = Want::Sample(job.params()?);
         Some(self.advance(1, Tokens::LastSampled, want, None))
     }
 
@@ -116,7 +118,7 @@ impl Sequence {
         let stop = self.stops.iter().find(|&&stop| stop > self.fed).unwrap_or(&self.prompt);
         let end = self.fed.saturating_add(chunk).min(*stop);
         let tokens = self.tokens.get(self.fed as usize..end as usize)?.to_vec();
-        let want = if end == self.prompt { Want::Sample(Arc::clone(&job.params)) } else { Want::Nothing };
+        let want = if end == self.prompt { Want::Sample(job.params()?) } else { Want::Nothing };
         Some(self.advance(end - self.fed, Tokens::Ids(tokens), want, Some(end)))
     }
 

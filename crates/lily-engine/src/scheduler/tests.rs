@@ -13,6 +13,7 @@ use crate::testing::{
 
 mod arrivals;
 mod cache;
+mod guided;
 
 /// Nothing in these tests takes this long unless something hangs.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -139,7 +140,7 @@ impl Outcome {
 
 fn chat(starts_in_thought: bool) -> OutputFormat {
     let tool = Tool { name: "f".into(), parameters: Value::Null };
-    OutputFormat::Chat { starts_in_thought, tools: Arc::new([tool]) }
+    OutputFormat::Chat { starts_in_thought, tools: Arc::new([tool]), single_call: false }
 }
 
 fn endless() -> Vec<Act> {
@@ -153,8 +154,8 @@ fn a_request_is_answered() {
     assert_eq!(outcome.text, "Čau, světe");
     assert_eq!(outcome.prefill, [16, 32, 40]);
     assert!(outcome.tokens.is_empty());
-    let Finished { reason, usage, timing } = outcome.finished();
-    assert_eq!(*reason, FinishReason::Stop);
+    let Finished { reason, stop, usage, timing } = outcome.finished();
+    assert_eq!((*reason, stop), (FinishReason::Stop, &None));
     assert_eq!((usage.prompt_tokens, usage.completion_tokens), (40, "Čau, světe".len() as u32 + 1));
     assert_eq!((usage.reasoning_tokens, usage.cached_tokens), (0, 0));
     assert!(timing.queued + timing.prefill + timing.decode < PATIENCE);

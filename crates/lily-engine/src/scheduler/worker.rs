@@ -6,7 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, TryRecvError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use lily_model::backend::{Backend, BackendError, Batch, Output, SegmentError, SeqId, Ticket};
 use lily_model::tokenizer::Tokenizer;
@@ -16,6 +16,9 @@ use super::sequence::{Advance, Sequence};
 use super::{Options, Shared, Stopped};
 use crate::cache::Cache;
 use crate::request::RequestError;
+
+/// How long a step waits for the masks of some sequences while others could go on.
+const MASK_PATIENCE: Duration = Duration::from_millis(2);
 
 /// What the handles ask of the thread.
 pub(super) enum Command {
@@ -97,7 +100,8 @@ impl Worker {
             self.drop_cancelled();
             self.release()?;
             self.admit()?;
-            self.report_cache();
+            self.report_memory();
+            self.wait_for_masks();
             let submitted = self.submit()?;
             if (!submitted || self.in_flight.len() >= depth)
                 && let Some(step) = self.in_flight.pop_front()
@@ -222,10 +226,31 @@ impl Worker {
         self.cache.open(&mut *self.backend, job.reusable(), capacity)
     }
 
-    fn report_cache(&self) {
+    fn report_memory(&self) {
+        let bytes = self.backend.limits().state_budget.saturating_sub(self.backend.free_bytes());
+        self.shared.state_bytes.store(bytes, Ordering::Relaxed);
         let bytes = Cache::bytes(&*self.backend, reserved(&self.sequences));
         self.shared.cache_bytes.store(bytes, Ordering::Relaxed);
         self.shared.cache_snapshots.store(self.cache.len(), Ordering::Relaxed);
+    }
+
+    /// Waits for the masks of tokens that are due: shortly if there is other work, else until one is there.
+    fn wait_for_masks(&mut self) {
+        let deadline = Instant::now() + MASK_PATIENCE;
+        let is_ready = |s: &Sequence| s.job.as_ref().is_some_and(|job| job.is_ready());
+        let mut others = !self.in_flight.is_empty()
+            || self.sequences.iter().any(|s| is_ready(s) && (s.is_due() || s.is_reading()));
+        for sequence in self.sequences.iter_mut().filter(|s| s.is_due() || s.is_reading()) {
+            let Some(job) = &mut sequence.job else { continue };
+            match job.wait(others.then_some(deadline)) {
+                Ok(ready) => others |= ready,
+                Err(error) => {
+                    if let Some(job) = sequence.job.take() {
+                        job.fail(error);
+                    }
+                }
+            }
+        }
     }
 
     /// Enqueues the next step; gives whether there was anything to do.

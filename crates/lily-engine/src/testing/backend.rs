@@ -29,7 +29,7 @@ pub enum Act {
 }
 
 /// The tokens of a text (see [`tokens`](super::tokens)) as acts. A script that ends is followed by
-/// [`END_OF_TURN`].
+/// [`END_OF_TURN`]. Tokens that a mask forbids are passed over; when none is left, the first allowed one comes.
 pub fn say(text: &str) -> Vec<Act> {
     super::tokens(text).into_iter().map(Act::Token).collect()
 }
@@ -245,10 +245,17 @@ impl FakeBackend {
             }
             Some(script) => {
                 let acts = sequence.acts.get_or_insert_with(|| script(&sequence.tokens).into());
+                let allowed = |token: u32| params.allows(token);
                 let token = loop {
                     match acts.pop_front() {
-                        None => break END_OF_TURN,
-                        Some(Act::Token(token)) => break token,
+                        None if allowed(END_OF_TURN) => break END_OF_TURN,
+                        None => {
+                            break (0..self.limits.vocab_size)
+                                .find(|&token| allowed(token))
+                                .unwrap_or_default();
+                        }
+                        Some(Act::Token(token)) if allowed(token) => break token,
+                        Some(Act::Token(_)) => {}
                         Some(Act::Pause(time)) => step.pause += time,
                         Some(Act::Fail(message)) => step.failure = Some(message),
                         Some(Act::Panic(message)) => step.panic = Some(message),

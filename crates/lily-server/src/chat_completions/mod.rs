@@ -10,38 +10,34 @@ use std::sync::Arc;
 use axum::Json;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
-use lily_engine::chat::chat_request;
-use lily_engine::request::Request;
-use tokio::task::spawn_blocking;
-use tracing::Span;
 
-use self::request::ChatCompletionRequest;
-use self::response::{ChatCompletion, FullChoice, Head, Reply};
+pub(crate) use self::request::{ChatCompletionRequest, parse_include_usage};
+pub(crate) use self::response::UsageReport;
+use self::response::{ChatCompletion, Choices, FullChoice, Head};
 use crate::app::{ServerState, unix_time};
 use crate::body::{JsonBytes, parse_object};
 use crate::error::ApiError;
+use crate::generation::replies::Replies;
+use crate::generation::{answers, blocking};
 use crate::trace::random_id;
 
 /// The server's build, as far as it can change an answer.
-const FINGERPRINT: &str = concat!("lily-", env!("CARGO_PKG_VERSION"));
+pub(crate) const FINGERPRINT: &str = concat!("lily-", env!("CARGO_PKG_VERSION"));
 
 pub(crate) async fn create(
     State(state): State<Arc<ServerState>>,
     JsonBytes(body): JsonBytes,
 ) -> Result<Response, ApiError> {
-    let prepared = {
-        let (state, span) = (Arc::clone(&state), Span::current());
-        // Megabytes of text take a while to become tokens: not on a thread that other connections wait for.
-        spawn_blocking(move || span.in_scope(|| prepare(&state, &body))).await
-    };
-    let prepared = prepared.map_err(|error| {
-        ApiError::internal(format!("the request could not be prepared, please report it: {error}"))
-    })?;
-    let Prepared { request, stream, include_usage } = prepared?;
-
-    let logprobs = request.sampling.logprobs.is_some();
-    let generation = state.engine.submit(request)?;
-    let mut reply = Reply::new(generation, Arc::clone(&state.tokenizer), logprobs);
+    let (requests, stream, include_usage, tagged) = blocking(&state, move |state| {
+        let request = ChatCompletionRequest::parse(&parse_object(&body)?, &state.defaults)?;
+        let ChatCompletionRequest { turn, n, stream, include_usage, tagged } = request;
+        Ok((answers(turn.request(state)?, n), stream, include_usage, tagged))
+    })
+    .await?;
+    let logprobs = requests.iter().any(|request| request.sampling.logprobs.is_some());
+    let n = requests.len();
+    let mut replies = Replies::submit(&state, requests, n, "messages")?;
+    let mut choices = Choices::new(n, Arc::clone(&state.tokenizer), logprobs, tagged);
     let head = Head {
         id: random_id("chatcmpl-"),
         object: if stream { "chat.completion.chunk" } else { "chat.completion" },
@@ -50,38 +46,15 @@ pub(crate) async fn create(
         system_fingerprint: FINGERPRINT,
     };
     if stream {
-        return Ok(stream::response(head, reply, include_usage, state.limits.keep_alive));
+        return Ok(stream::response(head, replies, choices, include_usage, state.limits.keep_alive));
     }
-    let mut choice = FullChoice::default();
-    loop {
-        let (piece, usage) = reply.next().await?;
-        choice.add(piece);
-        if let Some(usage) = usage {
-            return Ok(Json(ChatCompletion { head, choices: [choice], usage }).into_response());
+    let mut full: Vec<FullChoice> = (0..n).map(FullChoice::new).collect();
+    while let Some(piece) = replies.next().await {
+        let (index, piece) = piece?;
+        if let Some(choice) = choices.of(index, piece) {
+            full[index].add(choice);
         }
     }
-}
-
-struct Prepared {
-    request: Request,
-    stream: bool,
-    include_usage: bool,
-}
-
-/// From bytes to tokens.
-fn prepare(state: &ServerState, body: &[u8]) -> Result<Prepared, ApiError> {
-    let parsed = ChatCompletionRequest::parse(&parse_object(body)?, &state.defaults)?;
-    let ChatCompletionRequest {
-        chat,
-        sampling,
-        max_tokens,
-        stop,
-        ignore_eos,
-        cache_prompt,
-        stream,
-        include_usage,
-    } = parsed;
-    let request = chat_request(&chat, &state.template, &state.tokenizer, sampling)?;
-    let request = Request { max_tokens, stop, ignore_eos, cache_prompt, ..request };
-    Ok(Prepared { request, stream, include_usage })
+    let usage = replies.usage().into();
+    Ok(Json(ChatCompletion { head, choices: full, usage }).into_response())
 }

@@ -1,29 +1,28 @@
 //! The body of a request, field by field.
 //!
-//! Each documented field is read here and acts, or is in [`ONE_VALUE`] and refused unless it asks for what
-//! happens anyway, or is in [`NO_EFFECT`] because it never changes an answer. Others are ignored with a
-//! debug log line. `docs/api.md` has the same list for users.
+//! Each documented field is read here or in [`generation`](crate::generation) and acts, or is in [`ONE_VALUE`] and
+//! refused unless it asks for what happens anyway, or is in [`NO_EFFECT`] because it never changes an answer. Others
+//! are ignored with a debug log line. `docs/api.md` has the same list for users.
 
-use std::sync::Arc;
-
-use lily_engine::chat::Chat;
 use lily_engine::request::Sampling;
 use serde_json::{Map, Value};
 
 use super::tools;
 use crate::error::ApiError;
-use crate::fields::{Fields, expected, quote};
+use crate::fields::{Fields, OneValue};
+use crate::generation::format::parse_format;
+use crate::generation::settings::{Names, Settings, parse_n};
+use crate::generation::thinking::{EFFORTS, Thinking};
+use crate::generation::turn::Turn;
 
 /// Documented fields that Lily honours for some values only: the JSON texts of these values, and why no other.
-const ONE_VALUE: &[(&str, &[&str], &str)] = &[
+const ONE_VALUE: &[OneValue] = &[
     ("audio", &[], "the model writes text only"),
     ("function_call", &[r#""auto""#, r#""none""#], "use tools and tool_choice"),
     ("functions", &["[]"], "use tools"),
     ("modalities", &[r#"["text"]"#], "the model writes text only"),
     ("moderation", &[], "there is no moderation model"),
-    ("n", &["1"], "send one request for each answer"),
     ("prediction", &[], "predicted outputs are not supported"),
-    ("response_format", &[r#"{"type":"text"}"#], "structured output is not supported yet"),
     ("service_tier", &[r#""auto""#, r#""default""#], "there is one tier"),
     ("store", &["false"], "nothing is stored on this server"),
     ("verbosity", &[r#""medium""#], "ask for a length in the prompt, or set max_tokens"),
@@ -40,23 +39,19 @@ const NO_EFFECT: &[&str] = &[
     "user",
 ];
 
-/// Most stop strings of a request.
-const MAX_STOP: usize = 16;
+/// What the shared fields are called here. Both bounds are upper ones, so the lower one holds.
+const NAMES: Names = Names { max_tokens: &["max_tokens", "max_completion_tokens"], stop: "stop" };
 
-/// Template variables that have fields of their own.
-const RESERVED_VARIABLES: [&str; 3] = ["add_generation_prompt", "messages", "tools"];
-
-/// A request that was understood; nothing in it is left to check but what the engine knows better.
+/// A request that was understood.
 #[derive(Debug)]
 pub(crate) struct ChatCompletionRequest {
-    pub chat: Chat,
-    pub sampling: Sampling,
-    pub max_tokens: Option<u32>,
-    pub stop: Vec<String>,
-    pub ignore_eos: bool,
-    pub cache_prompt: bool,
+    pub turn: Turn,
+    /// How many answers.
+    pub n: u32,
     pub stream: bool,
     pub include_usage: bool,
+    /// Thoughts are part of the content, between their tags.
+    pub tagged: bool,
 }
 
 impl ChatCompletionRequest {
@@ -65,26 +60,20 @@ impl ChatCompletionRequest {
         let mut fields = Fields::body(body);
         let messages = parse_messages(&mut fields)?;
         let tools = tools::parse(&mut fields)?;
-        let (enable_thinking, variables) = parse_template_variables(&mut fields)?;
+        let effort = fields.one_of("reasoning_effort", &EFFORTS)?.map(|effort| effort != "none");
+        let thinking = Thinking::parse(&mut fields, &[("reasoning_effort", effort)], None)?;
+        let mut settings = Settings::parse(&mut fields, &NAMES, defaults)?;
+        settings.sampling.logprobs = parse_logprobs(&mut fields)?;
+        let format = fields.object("response_format")?.map(parse_format).transpose()?.flatten();
         let stream = fields.boolean("stream")?.unwrap_or(false);
         let request = Self {
-            chat: Chat { messages, tools, enable_thinking, variables },
-            sampling: parse_sampling(&mut fields, defaults)?,
-            max_tokens: parse_max_tokens(&mut fields)?,
-            stop: parse_stop(&mut fields)?,
-            ignore_eos: fields.boolean("ignore_eos")?.unwrap_or(false),
-            cache_prompt: fields.boolean("cache_prompt")?.unwrap_or(true),
+            turn: Turn { messages, places: Vec::new(), tools, thinking, settings, format },
+            n: parse_n(&mut fields)?,
             stream,
             include_usage: parse_include_usage(&mut fields, stream)?,
+            tagged: fields.one_of("reasoning_format", &["auto", "deepseek", "none"])? == Some("none"),
         };
-        if let Some(model) = fields.string("model")? {
-            tracing::debug!(model, "the one model of this server answers, whatever the name");
-        }
-        check_one_value_fields(&mut fields)?;
-        for name in NO_EFFECT {
-            fields.any(name);
-        }
-        fields.finish();
+        fields.settle(ONE_VALUE, NO_EFFECT)?;
         Ok(request)
     }
 }
@@ -106,70 +95,6 @@ fn parse_messages(fields: &mut Fields<'_>) -> Result<Vec<Value>, ApiError> {
     Ok(messages.to_vec())
 }
 
-fn check_one_value_fields(fields: &mut Fields<'_>) -> Result<(), ApiError> {
-    for (name, accepted, why) in ONE_VALUE {
-        let Some(value) = fields.any(name) else { continue };
-        if !accepted.contains(&value.to_string().as_str()) {
-            let found = quote(value);
-            let problem = match accepted {
-                [] => format!("not supported: {why}"),
-                _ => format!("only {} is supported, found {found}: {why}", accepted.join(" or ")),
-            };
-            return Err(ApiError::unsupported(*name, problem));
-        }
-    }
-    Ok(())
-}
-
-fn parse_sampling(fields: &mut Fields<'_>, defaults: &Sampling) -> Result<Sampling, ApiError> {
-    // A negative top_k turns it off in other engines.
-    let top_k = fields.integer("top_k", -1..=i64::from(u32::MAX))?;
-    Ok(Sampling {
-        temperature: fields.number("temperature", 0.0..=2.0)?.unwrap_or(defaults.temperature),
-        top_k: top_k.map_or(defaults.top_k, |k| u32::try_from(k).unwrap_or(0)),
-        top_p: fields.number("top_p", 0.0..=1.0)?.unwrap_or(defaults.top_p),
-        min_p: fields.number("min_p", 0.0..=1.0)?.unwrap_or(defaults.min_p),
-        repetition_penalty: fields
-            .number("repetition_penalty", 0.01..=100.0)?
-            .unwrap_or(defaults.repetition_penalty),
-        presence_penalty: fields.number("presence_penalty", -2.0..=2.0)?.unwrap_or(defaults.presence_penalty),
-        frequency_penalty: fields
-            .number("frequency_penalty", -2.0..=2.0)?
-            .unwrap_or(defaults.frequency_penalty),
-        logit_bias: parse_logit_bias(fields)?.map_or_else(|| Arc::clone(&defaults.logit_bias), Arc::from),
-        seed: parse_seed(fields)?.or(defaults.seed),
-        logprobs: parse_logprobs(fields)?,
-    })
-}
-
-/// `{"TOKEN ID": BIAS}`.
-fn parse_logit_bias(fields: &mut Fields<'_>) -> Result<Option<Vec<(u32, f32)>>, ApiError> {
-    let path = fields.path("logit_bias");
-    let Some(entries) = fields.map("logit_bias")? else { return Ok(None) };
-    let parse = |(token, bias): (&String, &Value)| {
-        let id = token.parse::<u32>().map_err(|_| {
-            ApiError::field(
-                &*path,
-                format!("expected token ids as keys, found {}", quote(&(&**token).into())),
-            )
-        })?;
-        let bias = bias
-            .as_f64()
-            .filter(|bias| (-100.0..=100.0).contains(bias))
-            .ok_or_else(|| expected(&format!("{path}.{id}"), "a number from -100 to 100", bias))?;
-        Ok((id, bias as f32))
-    };
-    entries.iter().map(parse).collect::<Result<_, _>>().map(Some)
-}
-
-/// Any 64-bit integer, with or without sign.
-fn parse_seed(fields: &mut Fields<'_>) -> Result<Option<u64>, ApiError> {
-    let path = fields.path("seed");
-    let Some(value) = fields.any("seed") else { return Ok(None) };
-    let seed = value.as_u64().or_else(|| value.as_i64().map(i64::cast_unsigned));
-    seed.map(Some).ok_or_else(|| expected(&path, "a 64-bit integer", value))
-}
-
 /// How many alternatives to report with each token, if tokens are to be reported at all.
 fn parse_logprobs(fields: &mut Fields<'_>) -> Result<Option<u32>, ApiError> {
     let wanted = fields.boolean("logprobs")?.unwrap_or(false);
@@ -181,33 +106,8 @@ fn parse_logprobs(fields: &mut Fields<'_>) -> Result<Option<u32>, ApiError> {
     }
 }
 
-/// Both fields are upper bounds, so the lower one holds.
-fn parse_max_tokens(fields: &mut Fields<'_>) -> Result<Option<u32>, ApiError> {
-    let range = 1..=i64::from(u32::MAX);
-    let bounds =
-        [fields.integer("max_tokens", range.clone())?, fields.integer("max_completion_tokens", range)?];
-    Ok(bounds.into_iter().flatten().min().map(|tokens| tokens as u32))
-}
-
-fn parse_stop(fields: &mut Fields<'_>) -> Result<Vec<String>, ApiError> {
-    let path = fields.path("stop");
-    let strings = match fields.any("stop") {
-        None => return Ok(Vec::new()),
-        Some(Value::Array(strings)) => strings.as_slice(),
-        Some(one) => std::slice::from_ref(one),
-    };
-    if strings.len() > MAX_STOP {
-        let problem = format!("expected at most {MAX_STOP} strings, found {}", strings.len());
-        return Err(ApiError::field(path, problem));
-    }
-    let read = |value: &Value| match value.as_str() {
-        Some(text) if !text.is_empty() => Ok(text.to_owned()),
-        _ => Err(expected(&path, "a string that is not empty, or an array of them", value)),
-    };
-    strings.iter().map(read).collect()
-}
-
-fn parse_include_usage(fields: &mut Fields<'_>, stream: bool) -> Result<bool, ApiError> {
+/// Whether a stream ends with the usage.
+pub(crate) fn parse_include_usage(fields: &mut Fields<'_>, stream: bool) -> Result<bool, ApiError> {
     let Some(mut options) = fields.object("stream_options")? else { return Ok(false) };
     if !stream {
         return Err(ApiError::field("stream_options", "needs stream: true"));
@@ -221,44 +121,15 @@ fn parse_include_usage(fields: &mut Fields<'_>, stream: bool) -> Result<bool, Ap
     Ok(include_usage)
 }
 
-/// Whether to think, which three fields may say, and further variables of the template.
-fn parse_template_variables(fields: &mut Fields<'_>) -> Result<(Option<bool>, Map<String, Value>), ApiError> {
-    let mut variables = fields.map("chat_template_kwargs")?.cloned().unwrap_or_default();
-    for name in RESERVED_VARIABLES {
-        if variables.contains_key(name) {
-            let path = format!("chat_template_kwargs.{name}");
-            return Err(ApiError::field(
-                path,
-                "can't be set here: the request has a field for it, or fixes it",
-            ));
-        }
-    }
-    let in_variables = match variables.remove("enable_thinking") {
-        None | Some(Value::Null) => None,
-        Some(Value::Bool(on)) => Some(on),
-        Some(other) => return Err(expected("chat_template_kwargs.enable_thinking", "true or false", &other)),
-    };
-    let efforts = ["none", "minimal", "low", "medium", "high", "xhigh", "max"];
-    let effort = fields.one_of("reasoning_effort", &efforts)?.map(|effort| effort != "none");
-    let said = [
-        ("enable_thinking", fields.boolean("enable_thinking")?),
-        ("chat_template_kwargs.enable_thinking", in_variables),
-        ("reasoning_effort", effort),
-    ];
-    let mut said = said.into_iter().filter_map(|(name, on)| Some((name, on?)));
-    let Some((first, on)) = said.next() else { return Ok((None, variables)) };
-    match said.find(|(_, other)| *other != on) {
-        Some((second, _)) => Err(ApiError::field(second, format!("contradicts {first}: give one of them"))),
-        None => Ok((Some(on), variables)),
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use proptest::prelude::*;
     use serde_json::json;
 
     use super::*;
+    use crate::generation::tests::{any_json, check_fields};
 
     fn defaults() -> Sampling {
         Sampling {
@@ -295,13 +166,13 @@ mod tests {
     /// with a value that asks for something: it must act, be refused by name, or be a mere label.
     #[test]
     fn every_documented_field_acts_or_is_refused() {
-        let usual = format!("{:?}", parse(json!({})).unwrap());
         let fields = [
             ("audio", json!({"voice": "alloy", "format": "wav"})),
             ("cache_prompt", json!(false)),
             ("chat_template_kwargs", json!({"preserve_thinking": true})),
             ("enable_thinking", json!(false)),
             ("frequency_penalty", json!(1)),
+            ("grammar", json!("start: \"x\"")),
             ("function_call", json!({"name": "f"})),
             ("functions", json!([{"name": "f"}])),
             ("ignore_eos", json!(true)),
@@ -322,6 +193,7 @@ mod tests {
             ("prompt_cache_options", json!({"ttl": "1h"})),
             ("prompt_cache_retention", json!("24h")),
             ("reasoning_effort", json!("none")),
+            ("reasoning_format", json!("none")),
             ("repetition_penalty", json!(1.1)),
             ("response_format", json!({"type": "json_object"})),
             ("safety_identifier", json!("s")),
@@ -332,6 +204,7 @@ mod tests {
             ("stream", json!(true)),
             ("stream_options", json!({"include_usage": true})),
             ("temperature", json!(0)),
+            ("thinking_budget", json!(100)),
             ("tool_choice", json!("none")),
             ("tools", json!([{"type": "function", "function": {"name": "g"}}])),
             ("top_k", json!(3)),
@@ -341,17 +214,8 @@ mod tests {
             ("verbosity", json!("low")),
             ("web_search_options", json!({})),
         ];
-        for (name, value) in fields {
-            match parse(json!({name: value})) {
-                Ok(request) if NO_EFFECT.contains(&name) => {
-                    assert_eq!(format!("{request:?}"), usual, "{name} is documented as a label");
-                }
-                Ok(request) => {
-                    assert_ne!(format!("{request:?}"), usual, "{name} was accepted and did nothing")
-                }
-                Err(error) => assert_eq!(error.param.as_deref(), Some(name)),
-            }
-        }
+        let parse = |fields| parse(fields).map(|request| format!("{request:?}"));
+        check_fields(parse, NO_EFFECT, &fields);
     }
 
     #[test]
@@ -364,7 +228,7 @@ mod tests {
         });
         let plain = parse(json!({})).unwrap();
         assert_eq!(format!("{:?}", parse(fields).unwrap()), format!("{plain:?}"));
-        assert_eq!(plain.sampling, defaults());
+        assert_eq!(plain.turn.settings.sampling, defaults());
     }
 
     #[test]
@@ -395,15 +259,30 @@ mod tests {
             (json!({"tools": [{"type": "custom", "custom": {"name": "x"}}]}), "tools[0].type"),
             (json!({"tools": [{"type": "function", "function": {"name": "a b"}}]}), "tools[0].function.name"),
             (
-                json!({"tools": [{"type": "function", "function": {"name": "a", "strict": true}}]}),
+                json!({"tools": [{"type": "function", "function": {"name": "a", "strict": 1}}]}),
                 "tools[0].function.strict",
             ),
             (
                 json!({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}),
                 "tools[0].function.parameters",
             ),
-            (json!({"tool_choice": "required"}), "tool_choice"),
-            (json!({"tool_choice": {"type": "function", "function": {"name": "f"}}}), "tool_choice"),
+            (json!({"tools": [], "tool_choice": "required"}), "tool_choice"),
+            (json!({"tool_choice": "sometimes"}), "tool_choice"),
+            (json!({"tool_choice": {"type": "function", "function": {"name": "other"}}}), "tool_choice"),
+            (json!({"tool_choice": {"type": "custom", "custom": {"name": "f"}}}), "tool_choice.type"),
+            (json!({"n": 0}), "n"),
+            (json!({"n": 17}), "n"),
+            (json!({"response_format": {"type": "yaml"}}), "response_format.type"),
+            (json!({"response_format": {"type": "json_schema"}}), "response_format.json_schema"),
+            (
+                json!({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}),
+                "response_format.json_schema.schema",
+            ),
+            (json!({"grammar": {"syntax": "bnf", "definition": "x"}}), "grammar.syntax"),
+            (json!({"grammar": {"syntax": "regex"}}), "grammar.definition"),
+            (json!({"grammar": "start: \"x\"", "ignore_eos": true}), "ignore_eos"),
+            (json!({"thinking_budget": -1}), "thinking_budget"),
+            (json!({"thinking_budget": 0, "enable_thinking": true}), "thinking_budget"),
             (json!({"reasoning_effort": "huge"}), "reasoning_effort"),
             (json!({"chat_template_kwargs": {"messages": []}}), "chat_template_kwargs.messages"),
             (
@@ -417,71 +296,52 @@ mod tests {
     }
 
     #[test]
-    fn three_spellings_turn_thinking_off() {
+    fn four_spellings_turn_thinking_off() {
         for fields in [
             json!({"enable_thinking": false}),
             json!({"chat_template_kwargs": {"enable_thinking": false}}),
             json!({"reasoning_effort": "none"}),
+            json!({"thinking_budget": 0}),
         ] {
-            let chat = parse(fields).unwrap().chat;
-            assert_eq!(chat.enable_thinking, Some(false));
-            assert!(chat.variables.is_empty());
+            let thinking = parse(fields).unwrap().turn.thinking;
+            assert_eq!(thinking, Thinking { enabled: Some(false), ..Thinking::default() });
         }
-        assert_eq!(parse(json!({"reasoning_effort": "low"})).unwrap().chat.enable_thinking, Some(true));
-        assert_eq!(parse(json!({})).unwrap().chat.enable_thinking, None);
+        let enabled = |fields| parse(fields).unwrap().turn.thinking.enabled;
+        assert_eq!(enabled(json!({"reasoning_effort": "low"})), Some(true));
+        assert_eq!(enabled(json!({})), None);
     }
 
     #[test]
     fn the_lower_of_two_token_limits_holds() {
         let request = parse(json!({"max_tokens": 5, "max_completion_tokens": 3})).unwrap();
-        assert_eq!(request.max_tokens, Some(3));
+        assert_eq!(request.turn.settings.max_tokens, Some(3));
     }
 
     #[test]
     fn tool_choice_none_hides_the_tools() {
-        assert_eq!(parse(json!({})).unwrap().chat.tools.len(), 1);
-        assert!(
-            parse(json!({"tool_choice": "none", "parallel_tool_calls": true})).unwrap().chat.tools.is_empty()
-        );
+        let tools = |fields| parse(fields).unwrap().turn.tools.definitions.len();
+        assert_eq!(tools(json!({})), 1);
+        assert_eq!(tools(json!({"tool_choice": "none", "parallel_tool_calls": true})), 0);
     }
 
     #[test]
     fn signed_and_unsigned_seeds_are_taken() {
-        assert_eq!(parse(json!({"seed": -1})).unwrap().sampling.seed, Some(u64::MAX));
-        assert_eq!(parse(json!({"seed": u64::MAX})).unwrap().sampling.seed, Some(u64::MAX));
+        assert_eq!(parse(json!({"seed": -1})).unwrap().turn.settings.sampling.seed, Some(u64::MAX));
+        assert_eq!(parse(json!({"seed": u64::MAX})).unwrap().turn.settings.sampling.seed, Some(u64::MAX));
     }
 
     #[test]
     fn a_negative_top_k_is_off() {
-        assert_eq!(parse(json!({"top_k": -1})).unwrap().sampling.top_k, 0);
-    }
-
-    fn any_json() -> impl Strategy<Value = Value> {
-        let name =
-            prop::sample::select(vec!["type", "function", "name", "role", "content", "include_usage", "3"]);
-        let leaf = prop_oneof![
-            Just(Value::Null),
-            any::<bool>().prop_map(Value::from),
-            any::<i64>().prop_map(Value::from),
-            any::<f64>().prop_map(Value::from),
-            "[a-z<]{0,8}".prop_map(Value::from),
-            prop::sample::select(vec!["function", "user", "text", "auto", "none"]).prop_map(Value::from),
-        ];
-        leaf.prop_recursive(4, 24, 4, move |inner| {
-            prop_oneof![
-                prop::collection::vec(inner.clone(), 0..4).prop_map(Value::from),
-                prop::collection::vec((name.clone(), inner), 0..4)
-                    .prop_map(|members| members.into_iter().map(|(k, v)| (k.to_owned(), v)).collect()),
-            ]
-        })
+        assert_eq!(parse(json!({"top_k": -1})).unwrap().turn.settings.sampling.top_k, 0);
     }
 
     proptest! {
         #[test]
         fn whatever_a_field_holds_the_error_points_into_it(
             name in prop::sample::select(vec![
-                "messages", "tools", "tool_choice", "stop", "stream_options", "logit_bias", "seed", "n", "top_k",
-                "temperature", "max_tokens", "response_format", "chat_template_kwargs", "enable_thinking", "model",
+                "messages", "tools", "tool_choice", "stop", "stream_options", "logit_bias", "seed",
+                "n", "top_k", "temperature", "max_tokens", "response_format", "grammar",
+                "thinking_budget", "chat_template_kwargs", "enable_thinking", "model",
             ]),
             value in any_json(),
         ) {

@@ -1,21 +1,16 @@
 //! What a client is answered, and how it follows from the engine's events. Streamed or not, an answer is
 //! made of the same [`Choice`]s: a stream sends them one by one, the other path adds them up.
 
-use std::mem;
 use std::sync::Arc;
+use std::{iter, mem};
 
 use lily_engine::output;
-use lily_engine::request::{Event, FinishReason, Finished, Usage};
-use lily_engine::scheduler::Generation;
-use lily_model::sample::Logprobs;
+use lily_engine::request::Usage;
 use lily_model::tokenizer::Tokenizer;
 use serde::Serialize;
-use tracing::Span;
 
-use crate::error::ApiError;
-
-/// What stands for the logarithm of 0 in OpenAI's API.
-const LOG_ZERO: f32 = -9999.0;
+use crate::generation::logprobs::TokenLogprob;
+use crate::generation::replies::{Piece, reason};
 
 /// The members that an answer and all chunks of a stream begin with.
 #[derive(Clone, Debug, Serialize)]
@@ -32,7 +27,7 @@ pub(super) struct Head {
 pub(super) struct ChatCompletion {
     #[serde(flatten)]
     pub head: Head,
-    pub choices: [FullChoice; 1],
+    pub choices: Vec<FullChoice>,
     pub usage: UsageReport,
 }
 
@@ -85,7 +80,7 @@ pub(super) struct Choice {
     index: u32,
     delta: Delta,
     logprobs: Option<LogprobList>,
-    pub finish_reason: Option<&'static str>,
+    finish_reason: Option<&'static str>,
 }
 
 #[derive(Debug, Default, Serialize)]
@@ -127,22 +122,8 @@ struct LogprobList {
     refusal: Option<Vec<TokenLogprob>>,
 }
 
-#[derive(Debug, Serialize)]
-struct TokenLogprob {
-    #[serde(flatten)]
-    token: Candidate,
-    top_logprobs: Vec<Candidate>,
-}
-
-#[derive(Debug, Serialize)]
-struct Candidate {
-    token: String,
-    logprob: f32,
-    bytes: Vec<u8>,
-}
-
 #[derive(Clone, Copy, Debug, Serialize)]
-pub(super) struct UsageReport {
+pub(crate) struct UsageReport {
     prompt_tokens: u32,
     completion_tokens: u32,
     total_tokens: u32,
@@ -194,12 +175,18 @@ impl From<output::Delta> for Delta {
 
 impl Choice {
     /// The chunk that tells whose message follows, sent before anything is known of it.
-    pub fn role() -> Self {
-        Self { delta: Delta { role: Some("assistant"), ..Delta::default() }, ..Self::default() }
+    pub fn role(index: usize) -> Self {
+        let delta = Delta { role: Some("assistant"), ..Delta::default() };
+        Self { index: index as u32, delta, ..Self::default() }
     }
 }
 
 impl FullChoice {
+    /// Before anything is known of answer `index`.
+    pub fn new(index: usize) -> Self {
+        Self { index: index as u32, ..Self::default() }
+    }
+
     /// Adds a piece.
     pub fn add(&mut self, piece: Choice) {
         self.message.add(piece.delta);
@@ -230,94 +217,73 @@ impl Message {
     }
 }
 
-/// An answer as it comes. Dropping it cancels the generation.
-pub(super) struct Reply {
-    generation: Generation,
+/// Turns pieces of answers into [`Choice`]s.
+pub(super) struct Choices {
     tokenizer: Arc<Tokenizer>,
+    answers: Vec<Answer>,
+}
+
+/// An answer so far.
+struct Answer {
     /// Tokens whose text has not come yet; `None` unless asked for.
     tokens: Option<Vec<TokenLogprob>>,
-    /// Log lines belong to the request even after the head of the answer is sent.
-    pub span: Span,
-    ended: bool,
+    tags: Tags,
 }
 
-impl Reply {
-    pub fn new(generation: Generation, tokenizer: Arc<Tokenizer>, logprobs: bool) -> Self {
-        let tokens = logprobs.then(Vec::new);
-        Self { generation, tokenizer, tokens, span: Span::current(), ended: false }
+/// Where an answer is whose thought is part of its content.
+#[derive(Clone, Copy, PartialEq)]
+enum Tags {
+    /// It is not.
+    Apart,
+    Before,
+    Inside,
+    Behind,
+}
+
+impl Choices {
+    /// For `n` answers, with log-probabilities or without. `tagged`: thoughts are part of the content.
+    pub fn new(n: usize, tokenizer: Arc<Tokenizer>, logprobs: bool, tagged: bool) -> Self {
+        let tags = if tagged { Tags::Before } else { Tags::Apart };
+        let answer = || Answer { tokens: logprobs.then(Vec::new), tags };
+        Self { tokenizer, answers: iter::repeat_with(answer).take(n).collect() }
     }
 
-    /// The next piece, with the token counts if it is the last.
-    pub async fn next(&mut self) -> Result<(Choice, Option<UsageReport>), ApiError> {
-        loop {
-            match self.generation.events.recv().await {
-                Some(Event::Started | Event::Prefill { .. }) => {}
-                Some(Event::Token { id, logprobs }) => {
-                    let token = self.token(id, &logprobs);
-                    self.tokens.get_or_insert_default().push(token);
-                }
-                Some(Event::Delta(delta)) => return Ok((self.piece(delta.into(), None), None)),
-                Some(Event::Finished(finished)) => {
-                    self.ended = true;
-                    self.log(&finished);
-                    let piece = self.piece(Delta::default(), Some(reason(finished.reason)));
-                    return Ok((piece, Some(finished.usage.into())));
-                }
-                Some(Event::Failed(error)) => {
-                    self.ended = true;
-                    return Err(error.into());
-                }
-                None => {
-                    self.ended = true;
-                    return Err(ApiError::internal("the engine ended before the answer"));
-                }
+    /// What a piece of answer `index` adds to it, if anything yet.
+    pub fn of(&mut self, index: usize, piece: Piece) -> Option<Choice> {
+        let answer = &mut self.answers[index];
+        let (delta, finish_reason) = match piece {
+            Piece::Token { id, logprobs, .. } => {
+                let token = TokenLogprob::new(id, &logprobs, &self.tokenizer);
+                answer.tokens.get_or_insert_default().push(token);
+                return None;
             }
-        }
-    }
-
-    fn piece(&mut self, delta: Delta, finish_reason: Option<&'static str>) -> Choice {
-        let logprobs =
-            self.tokens.as_mut().map(|tokens| LogprobList { content: mem::take(tokens), refusal: None });
-        Choice { index: 0, delta, logprobs, finish_reason }
-    }
-
-    fn token(&self, id: u32, logprobs: &Logprobs) -> TokenLogprob {
-        let candidate = |id: u32, logprob: f32| {
-            let bytes = self.tokenizer.token_bytes(id).to_vec();
-            let token = String::from_utf8_lossy(&bytes).into_owned();
-            Candidate { token, logprob: logprob.max(LOG_ZERO), bytes }
+            Piece::Delta(delta) => (answer.tags.delta(delta), None),
+            Piece::End(finished) => (Delta::default(), Some(reason(finished.reason))),
         };
-        let top_logprobs = logprobs.top.iter().map(|&(id, logprob)| candidate(id, logprob)).collect();
-        TokenLogprob { token: candidate(id, logprobs.token), top_logprobs }
-    }
-
-    fn log(&self, finished: &Finished) {
-        tracing::info!(
-            parent: &self.span,
-            reason = reason(finished.reason),
-            prompt_tokens = finished.usage.prompt_tokens,
-            cached_tokens = finished.usage.cached_tokens,
-            completion_tokens = finished.usage.completion_tokens,
-            queued_ms = finished.timing.queued.as_millis() as u64,
-            prefill_ms = finished.timing.prefill.as_millis() as u64,
-            decode_ms = finished.timing.decode.as_millis() as u64,
-            "finished"
-        );
+        let tokens = answer.tokens.as_mut();
+        let logprobs = tokens.map(|tokens| LogprobList { content: mem::take(tokens), refusal: None });
+        Some(Choice { index: index as u32, delta, logprobs, finish_reason })
     }
 }
 
-impl Drop for Reply {
-    fn drop(&mut self) {
-        if !self.ended {
-            tracing::info!(parent: &self.span, "cancelled: the client has left");
+impl Tags {
+    /// A piece of output with the tags that stand before it.
+    fn delta(&mut self, delta: output::Delta) -> Delta {
+        match (*self, delta) {
+            (Self::Before, output::Delta::Reasoning(text)) => {
+                *self = Self::Inside;
+                Delta { content: Some(format!("<think>\n{text}")), ..Delta::default() }
+            }
+            (Self::Inside, output::Delta::Reasoning(text)) => {
+                Delta { content: Some(text), ..Delta::default() }
+            }
+            (Self::Inside, delta) => {
+                *self = Self::Behind;
+                let mut delta = Delta::from(delta);
+                delta.content = Some(format!("\n</think>\n\n{}", delta.content.unwrap_or_default()));
+                delta
+            }
+            (_, delta) => delta.into(),
         }
-    }
-}
-
-fn reason(reason: FinishReason) -> &'static str {
-    match reason {
-        FinishReason::Stop => "stop",
-        FinishReason::Length => "length",
-        FinishReason::ToolCalls => "tool_calls",
     }
 }

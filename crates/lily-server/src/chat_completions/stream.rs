@@ -2,73 +2,82 @@
 
 use std::time::Duration;
 
-use axum::http::HeaderName;
-use axum::response::sse::{Event, KeepAlive, Sse};
-use axum::response::{IntoResponse, Response};
-use futures_util::stream;
+use axum::response::Response;
+use axum::response::sse::Event;
 
-use super::response::{Choice, Chunk, Head, Reply, UsageReport};
-
-/// Tells reverse proxies to pass events on as they come.
-const NO_BUFFERING: (HeaderName, &str) = (HeaderName::from_static("x-accel-buffering"), "no");
+use super::response::{Choice, Choices, Chunk, Head, UsageReport};
+use crate::generation::replies::Replies;
+use crate::sse::{self, Source};
 
 struct ChunkStream {
     head: Head,
-    reply: Reply,
+    replies: Replies,
+    choices: Choices,
     include_usage: bool,
     next: Next,
 }
 
 /// What a stream sends next.
 enum Next {
-    Role,
+    /// Whose message answer so-and-so is.
+    Role(usize),
     Piece,
-    Usage(UsageReport),
     Done,
     Nothing,
 }
 
-/// Answers with the pieces of `reply` as they come. A comment line goes out whenever the stream was silent
-/// for `keep_alive`, from a timer: a long prefill makes no progress to hang it on.
-pub(super) fn response(head: Head, reply: Reply, include_usage: bool, keep_alive: Duration) -> Response {
-    let chunks = ChunkStream { head, reply, include_usage, next: Next::Role };
-    let events = stream::unfold(chunks, |mut chunks| async {
-        let event = chunks.next().await?;
-        Some((event, chunks))
-    });
-    let keep_alive = KeepAlive::new().interval(keep_alive).text("keep-alive");
-    ([NO_BUFFERING], Sse::new(events).keep_alive(keep_alive)).into_response()
+/// Answers with the pieces of `replies` as they come.
+pub(super) fn response(
+    head: Head,
+    replies: Replies,
+    choices: Choices,
+    include_usage: bool,
+    keep_alive: Duration,
+) -> Response {
+    let chunks = ChunkStream { head, replies, choices, include_usage, next: Next::Role(0) };
+    sse::with_comments(chunks, keep_alive)
+}
+
+impl Source for ChunkStream {
+    async fn next(&mut self) -> Option<Result<Event, axum::Error>> {
+        match self.next {
+            Next::Role(index) => {
+                self.next = if index + 1 < self.replies.len() { Next::Role(index + 1) } else { Next::Piece };
+                Some(self.chunk(&[Choice::role(index)], None))
+            }
+            Next::Piece => self.piece().await,
+            Next::Done => {
+                self.next = Next::Nothing;
+                Some(Ok(sse::done()))
+            }
+            Next::Nothing => None,
+        }
+    }
 }
 
 impl ChunkStream {
-    async fn next(&mut self) -> Option<Result<Event, axum::Error>> {
-        match self.next {
-            Next::Role => {
-                self.next = Next::Piece;
-                Some(self.chunk(&[Choice::role()], None))
-            }
-            Next::Piece => match self.reply.next().await {
-                Ok((piece, usage)) => {
-                    if let Some(usage) = usage {
-                        self.next = if self.include_usage { Next::Usage(usage) } else { Next::Done };
+    async fn piece(&mut self) -> Option<Result<Event, axum::Error>> {
+        loop {
+            match self.replies.next().await {
+                Some(Ok((index, piece))) => {
+                    if let Some(choice) = self.choices.of(index, piece) {
+                        return Some(self.chunk(&[choice], None));
                     }
-                    Some(self.chunk(&[piece], None))
                 }
-                Err(error) => {
+                Some(Err(error)) => {
                     self.next = Next::Nothing;
-                    self.reply.span.in_scope(|| error.log());
-                    Some(Event::default().json_data(error.envelope()))
+                    self.replies.span.in_scope(|| error.log());
+                    return Some(Event::default().json_data(error.envelope()));
                 }
-            },
-            Next::Usage(usage) => {
-                self.next = Next::Done;
-                Some(self.chunk(&[], Some(usage)))
+                None if self.include_usage => {
+                    self.next = Next::Done;
+                    return Some(self.chunk(&[], Some(self.replies.usage().into())));
+                }
+                None => {
+                    self.next = Next::Nothing;
+                    return Some(Ok(sse::done()));
+                }
             }
-            Next::Done => {
-                self.next = Next::Nothing;
-                Some(Ok(Event::default().data("[DONE]")))
-            }
-            Next::Nothing => None,
         }
     }
 

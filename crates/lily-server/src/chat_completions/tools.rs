@@ -3,42 +3,48 @@
 use serde_json::Value;
 
 use crate::error::ApiError;
-use crate::fields::{Fields, quote};
+use crate::fields::{Fields, expected, quote};
+use crate::generation::tools::{Choice, Tools, parse_name};
 
-/// Tool definitions as the template takes them; none if the model must not call any.
-pub(crate) fn parse(fields: &mut Fields<'_>) -> Result<Vec<Value>, ApiError> {
+/// `tools`, `tool_choice` and `parallel_tool_calls`.
+pub(crate) fn parse(fields: &mut Fields<'_>) -> Result<Tools, ApiError> {
     let tools = fields.array("tools")?.unwrap_or_default();
     for (i, tool) in tools.iter().enumerate() {
         check_tool(format!("tools[{i}]"), tool)?;
     }
-    if fields.boolean("parallel_tool_calls")? == Some(false) && !tools.is_empty() {
-        let problem = "false is not supported: the model may call several tools at once";
-        return Err(ApiError::unsupported("parallel_tool_calls", problem));
-    }
-    Ok(match parse_choice(fields)? {
-        Choice::Auto => tools.to_vec(),
-        // What it isn't told of it can't call.
-        Choice::None => Vec::new(),
-    })
-}
-
-enum Choice {
-    Auto,
-    None,
+    let tools = tools.iter().cloned().enumerate().collect();
+    let choice = parse_choice(fields)?;
+    let parallel = fields.boolean("parallel_tool_calls")?.unwrap_or(true);
+    Tools::new(tools, choice, parallel, "tool_choice")
 }
 
 fn parse_choice(fields: &mut Fields<'_>) -> Result<Choice, ApiError> {
+    let path = fields.path("tool_choice");
     match fields.any("tool_choice") {
         None => Ok(Choice::Auto),
-        Some(choice) if choice == "auto" => Ok(Choice::Auto),
-        Some(choice) if choice == "none" => Ok(Choice::None),
-        Some(other) => {
-            let problem = format!(
-                "only auto and none are supported, found {}: a call can't be enforced yet",
-                quote(other)
-            );
-            Err(ApiError::unsupported("tool_choice", problem))
+        Some(Value::String(choice)) => match choice.as_str() {
+            "auto" => Ok(Choice::Auto),
+            "none" => Ok(Choice::None),
+            "required" => Ok(Choice::Required),
+            other => {
+                let expected = "expected auto, none, required or a function";
+                Err(ApiError::field(path, format!("{expected}, found {}", quote(&other.into()))))
+            }
+        },
+        Some(value @ Value::Object(_)) => {
+            let mut choice = Fields::nested(path, value)?;
+            let kind = choice.string("type")?.ok_or_else(|| choice.missing("type"))?;
+            if kind != "function" {
+                let problem = format!("only a function can be named, found {}", quote(&kind.into()));
+                return Err(ApiError::unsupported(choice.path("type"), problem));
+            }
+            let mut function = choice.object("function")?.ok_or_else(|| choice.missing("function"))?;
+            let name = function.string("name")?.ok_or_else(|| function.missing("name"))?;
+            function.finish();
+            choice.finish();
+            Ok(Choice::Named(name.to_owned()))
         }
+        Some(other) => Err(expected(&path, "auto, none, required or a function", other)),
     }
 }
 
@@ -51,18 +57,10 @@ fn check_tool(path: String, tool: &Value) -> Result<(), ApiError> {
         return Err(ApiError::unsupported(fields.path("type"), problem));
     }
     let mut function = fields.object("function")?.ok_or_else(|| fields.missing("function"))?;
-    let name = function.string("name")?.ok_or_else(|| function.missing("name"))?;
-    // These would end the name in the markup that the model writes.
-    if name.is_empty() || name.contains(|c: char| c.is_whitespace() || "<>=".contains(c)) {
-        let problem = format!("expected a name without spaces and <, >, =, found {}", quote(&name.into()));
-        return Err(ApiError::field(function.path("name"), problem));
-    }
+    parse_name(&mut function)?;
     function.string("description")?;
     function.map("parameters")?;
-    if function.boolean("strict")? == Some(true) {
-        let problem = "true is not supported: arguments can't be held to their schema yet";
-        return Err(ApiError::unsupported(function.path("strict"), problem));
-    }
+    function.boolean("strict")?;
     function.finish();
     fields.finish();
     Ok(())

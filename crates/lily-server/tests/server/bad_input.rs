@@ -110,9 +110,9 @@ async fn conversations_that_cannot_be_rendered_are_refused() {
 async fn a_field_that_cannot_be_honoured_is_named() {
     let server = TestServer::start(Script::new().reply("a</think>b")).await;
     let mut body = question();
-    body["n"] = json!(3);
-    assert_eq!(post_chat(server.address, &body).await.error(400, "unsupported_value")["param"], "n");
-    body["n"] = Value::Null;
+    body["store"] = json!(true);
+    assert_eq!(post_chat(server.address, &body).await.error(400, "unsupported_value")["param"], "store");
+    body["store"] = Value::Null;
     body["temperature"] = json!("hot");
     let error = post_chat(server.address, &body).await.error(400, "invalid_value");
     assert_eq!(error["param"], "temperature");

@@ -11,25 +11,25 @@ use crate::http::{Answer, Connection, chat, events, exchange, get, post_chat, re
 const TOOL_CALLS: &str = "I must look.\n</think>\n\n<tool_call>\n<function=look>\n<parameter=at>\nthe \"sky\" \u{1F319}\n</parameter>\n<parameter=times>\n3\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=look>\n<parameter=at>\nground\n</parameter>\n</function>\n</tool_call>";
 
 /// A request whose tools the scripts call.
-fn with_tools(mut body: Value) -> Value {
+pub fn with_tools(mut body: Value) -> Value {
     let properties = json!({"at": {"type": "string"}, "times": {"type": "integer"}});
     let parameters = json!({"type": "object", "properties": properties});
     body["tools"] = json!([{"type": "function", "function": {"name": "look", "parameters": parameters}}]);
     body
 }
 
-fn streamed(mut body: Value) -> Value {
+pub fn streamed(mut body: Value) -> Value {
     body["stream"] = json!(true);
     body
 }
 
-fn message(answer: &Answer) -> Value {
+pub fn message(answer: &Answer) -> Value {
     assert_eq!(answer.status, 200, "{}", answer.text());
     answer.json()["choices"][0]["message"].clone()
 }
 
 /// Adds up the deltas of a stream the way a client does, without knowing how the server does it.
-fn fold(chunks: &[Value]) -> Value {
+pub fn fold(chunks: &[Value]) -> Value {
     let mut message = json!({"role": null, "content": null, "refusal": null});
     let mut calls: Vec<Value> = Vec::new();
     for delta in chunks.iter().filter_map(|chunk| chunk["choices"].get(0)).map(|choice| &choice["delta"]) {
@@ -137,6 +137,30 @@ async fn a_stream_adds_up_to_the_plain_message_byte_for_byte() {
         let (last, others) = reasons.split_last().unwrap();
         assert_eq!(*last, reason, "{reply:?}");
         assert!(others.iter().all(Value::is_null));
+    }
+}
+
+#[tokio::test]
+async fn a_thought_may_be_part_of_the_content() {
+    let inside = |mut body: Value| {
+        body["reasoning_format"] = json!("none");
+        body
+    };
+    for (reply, content, calls) in [
+        ("A thought.</think>\n\nAn answer.", "<think>\nA thought.\n</think>\n\nAn answer.", 0),
+        ("A thought.</think>", "<think>\nA thought.", 0),
+        (TOOL_CALLS, "<think>\nI must look.\n</think>\n\n", 2),
+    ] {
+        let server = TestServer::start(Script::new().reply(reply)).await;
+        let body = inside(with_tools(question()));
+        let whole = message(&post_chat(server.address, &body).await);
+        assert_eq!(whole["content"], content);
+        assert_eq!(whole.get("reasoning_content"), None);
+        assert_eq!(whole["tool_calls"].as_array().map_or(0, Vec::len), calls);
+        let folded = fold(&post_chat(server.address, &streamed(body)).await.chunks());
+        assert_eq!(folded["content"], content);
+        let apart = message(&post_chat(server.address, &with_tools(question())).await);
+        assert!(apart["reasoning_content"].is_string());
     }
 }
 
@@ -303,6 +327,10 @@ async fn any_model_name_is_answered_by_the_one_there_is() {
     assert_eq!(model["context_length"], context);
     assert_eq!(model["max_model_len"], context);
     assert!(model["created"].is_u64() && model["owned_by"].is_string());
+    assert!(model["capabilities"].as_array().unwrap().contains(&json!("tools")));
+    let one = get(server.address, &format!("/v1/models/{}", server.model())).await.json();
+    assert_eq!(one, *model);
+    get(server.address, "/v1/models/other").await.error(404, "model_not_found");
 }
 
 #[tokio::test]

@@ -9,6 +9,7 @@ use lily_engine::scheduler::{Engine, Options, Status};
 use lily_engine::testing::{Act, FakeBackend, greedy, limits, options, say, tokenizer};
 use lily_model::template::ChatTemplate;
 use lily_server::app::{Limits, ServerState, unix_time};
+use lily_server::metrics::Metrics;
 use lily_server::serve::{DEFAULT_HOST, ServeError, bind, serve};
 use serde_json::{Value, json};
 use tokio::sync::oneshot;
@@ -119,6 +120,8 @@ impl TestServer {
             model: "scripted".to_owned(),
             defaults: greedy(),
             api_key: None,
+            hosts: Vec::new(),
+            metrics: Metrics::new("scripted").unwrap(),
             created: unix_time(),
             limits: Limits::default(),
         };

@@ -75,7 +75,7 @@ pub fn events(text: &str) -> Vec<String> {
 
 /// The bytes of a request. The connection is closed after the answer.
 pub fn request(method: &str, path: &str, headers: &[(&str, &str)], body: &[u8]) -> Vec<u8> {
-    let mut head = format!("{method} {path} HTTP/1.1\r\nHost: lily\r\nConnection: close\r\n");
+    let mut head = format!("{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n");
     for (name, value) in headers {
         head += &format!("{name}: {value}\r\n");
     }
@@ -144,6 +144,10 @@ pub async fn exchange(address: SocketAddr, bytes: &[u8]) -> Answer {
 
 pub async fn get(address: SocketAddr, path: &str) -> Answer {
     exchange(address, &request("GET", path, &[], b"")).await
+}
+
+pub async fn post(address: SocketAddr, path: &str, body: &Value) -> Answer {
+    exchange(address, &request("POST", path, &[JSON], body.to_string().as_bytes())).await
 }
 
 pub async fn post_chat(address: SocketAddr, body: &Value) -> Answer {

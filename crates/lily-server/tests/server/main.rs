@@ -4,7 +4,13 @@
 
 mod bad_input;
 mod chat;
+mod completions;
 mod disconnect;
 mod fixture;
+mod guards;
+mod held;
 mod http;
 mod lifecycle;
+mod messages;
+mod responses;
+mod several;
