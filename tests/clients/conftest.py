@@ -14,6 +14,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 120
+# The clients reach this machine and nothing else: port 9 is the one that discards.
+LOOPBACK_ONLY = {
+    **dict.fromkeys(["http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"], "http://127.0.0.1:9"),
+    **dict.fromkeys(["no_proxy", "NO_PROXY"], "127.0.0.1,localhost"),
+}
+os.environ |= LOOPBACK_ONLY
+# Node comes with the Python packages.
+NODE_PATH = f"{ROOT / '.venv/bin'}:{os.environ['PATH']}"
 
 
 class Server:
@@ -61,6 +69,14 @@ class Server:
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
+
+
+def npm(name):
+    """A program that ./test installed with npm."""
+    path = ROOT / "tests/clients/node_modules/.bin" / name
+    if not path.exists():
+        pytest.fail(f"{path} is missing: run ./test, which installs it", pytrace=False)
+    return path
 
 
 def binary(variable, default):
