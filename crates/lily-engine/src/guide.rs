@@ -114,3 +114,33 @@ impl Guide {
         self.state = State::Pending(self.masks.ask(matcher, tokens));
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::constraint::{Compiler, Outline, Rule};
+    use crate::request::OutputFormat;
+    use crate::testing::{END_OF_TURN, tokenizer, tokens};
+
+    #[test]
+    fn what_comes_with_the_end_of_the_thought_belongs_to_the_answer() {
+        let compiler = Compiler::new(Arc::new(tokenizer()), 300, vec![END_OF_TURN]);
+        let outline = Outline { answer: Some(Rule::Regex("abc".into())), calls: None };
+        let constraint = compiler.compile(&outline, true).unwrap();
+        let mut guide = Guide::new(constraint, None, Masks::start().unwrap());
+        let format = OutputFormat::Chat { starts_in_thought: true, tools: Arc::new([]), single_call: false };
+        let mut reply = Reply::new(&format, &[]);
+        guide.begin(&reply);
+        let allowed = |guide: &Guide, reply: &Reply| match guide.choice(reply, 1) {
+            Choice::Of(mask) => (0..300).filter(|i| mask[i / 32] >> (i % 32) & 1 == 1).collect::<Vec<_>>(),
+            _ => panic!("no mask is there"),
+        };
+        assert_eq!(allowed(&guide, &reply).len(), 299, "all but the end of the turn");
+        // A token of a larger vocabulary.
+        reply.push(b"Hm.</think>a");
+        guide.accept(299, &reply, || tokens("a"));
+        assert!(matches!(guide.choice(&reply, 1), Choice::Unknown));
+        guide.wait(None).unwrap().unwrap();
+        assert_eq!(allowed(&guide, &reply), [usize::from(b'b')]);
+    }
+}

@@ -75,3 +75,23 @@ fn advance(matcher: &mut Matcher, tokens: &[u32]) -> Result<Arc<[u32]>, String> 
         Err(error) => Err(super::plain(&error.to_string())),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn a_mask_that_takes_long_is_not_waited_for_past_the_deadline() {
+        let (done, pending) = sync_channel(1);
+        let soon = || Some(Instant::now() + Duration::from_millis(5));
+        assert!(wait(&pending, soon()).is_none());
+        done.send(Err("broken".to_owned())).unwrap();
+        assert_eq!(wait(&pending, soon()).unwrap().err().as_deref(), Some("broken"));
+        drop(done);
+        for deadline in [None, soon()] {
+            assert!(wait(&pending, deadline).unwrap().is_err(), "the thread is gone");
+        }
+    }
+}

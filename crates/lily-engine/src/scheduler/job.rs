@@ -124,13 +124,19 @@ impl Job {
         self.guide.as_ref().is_some_and(|guide| guide.acts(&self.reply))
     }
 
-    /// How the next token is drawn; `None`: that isn't known yet, and [`Job::wait`] waits for it.
+    fn choice(&self) -> Choice {
+        let of = |guide: &Guide| guide.choice(&self.reply, self.usage.reasoning_tokens);
+        self.guide.as_ref().map_or(Choice::Any, of)
+    }
+
+    /// Whether it is known how the next token is drawn. [`Job::wait`] waits for that.
+    pub fn is_ready(&self) -> bool {
+        !matches!(self.choice(), Choice::Unknown)
+    }
+
+    /// How the next token is drawn, if it is known.
     pub fn params(&self) -> Option<Arc<SampleParams>> {
-        let choice = self
-            .guide
-            .as_ref()
-            .map_or(Choice::Any, |guide| guide.choice(&self.reply, self.usage.reasoning_tokens));
-        match choice {
+        match self.choice() {
             Choice::Any => Some(Arc::clone(&self.params)),
             Choice::Of(mask) => Some(Arc::new(SampleParams { mask: Some(mask), ..(*self.params).clone() })),
             Choice::Unknown => None,

@@ -237,13 +237,13 @@ impl Worker {
     /// Waits for the masks of tokens that are due: shortly if there is other work, else until one is there.
     fn wait_for_masks(&mut self) {
         let deadline = Instant::now() + MASK_PATIENCE;
-        let is_known = |sequence: &Sequence| sequence.job.as_ref().is_some_and(|job| job.params().is_some());
+        let is_ready = |s: &Sequence| s.job.as_ref().is_some_and(|job| job.is_ready());
         let mut others = !self.in_flight.is_empty()
-            || self.sequences.iter().any(|s| is_known(s) && (s.is_due() || s.is_reading()));
+            || self.sequences.iter().any(|s| is_ready(s) && (s.is_due() || s.is_reading()));
         for sequence in self.sequences.iter_mut().filter(|s| s.is_due() || s.is_reading()) {
             let Some(job) = &mut sequence.job else { continue };
             match job.wait(others.then_some(deadline)) {
-                Ok(known) => others |= known,
+                Ok(ready) => others |= ready,
                 Err(error) => {
                     if let Some(job) = sequence.job.take() {
                         job.fail(error);

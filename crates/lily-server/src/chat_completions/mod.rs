@@ -28,16 +28,16 @@ pub(crate) async fn create(
     State(state): State<Arc<ServerState>>,
     JsonBytes(body): JsonBytes,
 ) -> Result<Response, ApiError> {
-    let (requests, stream, include_usage) = blocking(&state, move |state| {
+    let (requests, stream, include_usage, tagged) = blocking(&state, move |state| {
         let request = ChatCompletionRequest::parse(&parse_object(&body)?, &state.defaults)?;
-        let ChatCompletionRequest { turn, n, stream, include_usage } = request;
-        Ok((answers(turn.request(state)?, n), stream, include_usage))
+        let ChatCompletionRequest { turn, n, stream, include_usage, tagged } = request;
+        Ok((answers(turn.request(state)?, n), stream, include_usage, tagged))
     })
     .await?;
     let logprobs = requests.iter().any(|request| request.sampling.logprobs.is_some());
     let n = requests.len();
     let mut replies = Replies::submit(&state, requests, n, "messages")?;
-    let mut choices = Choices::new(n, Arc::clone(&state.tokenizer), logprobs);
+    let mut choices = Choices::new(n, Arc::clone(&state.tokenizer), logprobs, tagged);
     let head = Head {
         id: random_id("chatcmpl-"),
         object: if stream { "chat.completion.chunk" } else { "chat.completion" },

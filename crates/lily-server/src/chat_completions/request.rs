@@ -50,6 +50,8 @@ pub(crate) struct ChatCompletionRequest {
     pub n: u32,
     pub stream: bool,
     pub include_usage: bool,
+    /// Thoughts are part of the content, between their tags.
+    pub tagged: bool,
 }
 
 impl ChatCompletionRequest {
@@ -69,6 +71,7 @@ impl ChatCompletionRequest {
             n: parse_n(&mut fields)?,
             stream,
             include_usage: parse_include_usage(&mut fields, stream)?,
+            tagged: fields.one_of("reasoning_format", &["auto", "deepseek", "none"])? == Some("none"),
         };
         fields.settle(ONE_VALUE, NO_EFFECT)?;
         Ok(request)
@@ -126,7 +129,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::generation::tests::check_fields;
+    use crate::generation::tests::{any_json, check_fields};
 
     fn defaults() -> Sampling {
         Sampling {
@@ -190,6 +193,7 @@ mod tests {
             ("prompt_cache_options", json!({"ttl": "1h"})),
             ("prompt_cache_retention", json!("24h")),
             ("reasoning_effort", json!("none")),
+            ("reasoning_format", json!("none")),
             ("repetition_penalty", json!(1.1)),
             ("response_format", json!({"type": "json_object"})),
             ("safety_identifier", json!("s")),
@@ -331,32 +335,13 @@ mod tests {
         assert_eq!(parse(json!({"top_k": -1})).unwrap().turn.settings.sampling.top_k, 0);
     }
 
-    fn any_json() -> impl Strategy<Value = Value> {
-        let name =
-            prop::sample::select(vec!["type", "function", "name", "role", "content", "include_usage", "3"]);
-        let leaf = prop_oneof![
-            Just(Value::Null),
-            any::<bool>().prop_map(Value::from),
-            any::<i64>().prop_map(Value::from),
-            any::<f64>().prop_map(Value::from),
-            "[a-z<]{0,8}".prop_map(Value::from),
-            prop::sample::select(vec!["function", "user", "text", "auto", "none"]).prop_map(Value::from),
-        ];
-        leaf.prop_recursive(4, 24, 4, move |inner| {
-            prop_oneof![
-                prop::collection::vec(inner.clone(), 0..4).prop_map(Value::from),
-                prop::collection::vec((name.clone(), inner), 0..4)
-                    .prop_map(|members| members.into_iter().map(|(k, v)| (k.to_owned(), v)).collect()),
-            ]
-        })
-    }
-
     proptest! {
         #[test]
         fn whatever_a_field_holds_the_error_points_into_it(
             name in prop::sample::select(vec![
-                "messages", "tools", "tool_choice", "stop", "stream_options", "logit_bias", "seed", "n", "top_k",
-                "temperature", "max_tokens", "response_format", "grammar", "thinking_budget", "chat_template_kwargs", "enable_thinking", "model",
+                "messages", "tools", "tool_choice", "stop", "stream_options", "logit_bias", "seed",
+                "n", "top_k", "temperature", "max_tokens", "response_format", "grammar",
+                "thinking_budget", "chat_template_kwargs", "enable_thinking", "model",
             ]),
             value in any_json(),
         ) {

@@ -1,8 +1,8 @@
 //! What a client is answered, and how it follows from the engine's events. Streamed or not, an answer is
 //! made of the same [`Choice`]s: a stream sends them one by one, the other path adds them up.
 
-use std::mem;
 use std::sync::Arc;
+use std::{iter, mem};
 
 use lily_engine::output;
 use lily_engine::request::Usage;
@@ -220,29 +220,70 @@ impl Message {
 /// Turns pieces of answers into [`Choice`]s.
 pub(super) struct Choices {
     tokenizer: Arc<Tokenizer>,
-    /// Tokens of each answer whose text has not come yet; `None` unless asked for.
-    tokens: Vec<Option<Vec<TokenLogprob>>>,
+    answers: Vec<Answer>,
+}
+
+/// An answer so far.
+struct Answer {
+    /// Tokens whose text has not come yet; `None` unless asked for.
+    tokens: Option<Vec<TokenLogprob>>,
+    tags: Tags,
+}
+
+/// Where an answer is whose thought is part of its content.
+#[derive(Clone, Copy, PartialEq)]
+enum Tags {
+    /// It is not.
+    Apart,
+    Before,
+    Inside,
+    Behind,
 }
 
 impl Choices {
-    /// For `n` answers, with log-probabilities or without.
-    pub fn new(n: usize, tokenizer: Arc<Tokenizer>, logprobs: bool) -> Self {
-        Self { tokenizer, tokens: vec![logprobs.then(Vec::new); n] }
+    /// For `n` answers, with log-probabilities or without. `tagged`: thoughts are part of the content.
+    pub fn new(n: usize, tokenizer: Arc<Tokenizer>, logprobs: bool, tagged: bool) -> Self {
+        let tags = if tagged { Tags::Before } else { Tags::Apart };
+        let answer = || Answer { tokens: logprobs.then(Vec::new), tags };
+        Self { tokenizer, answers: iter::repeat_with(answer).take(n).collect() }
     }
 
     /// What a piece of answer `index` adds to it, if anything yet.
     pub fn of(&mut self, index: usize, piece: Piece) -> Option<Choice> {
+        let answer = &mut self.answers[index];
         let (delta, finish_reason) = match piece {
             Piece::Token { id, logprobs, .. } => {
                 let token = TokenLogprob::new(id, &logprobs, &self.tokenizer);
-                self.tokens[index].get_or_insert_default().push(token);
+                answer.tokens.get_or_insert_default().push(token);
                 return None;
             }
-            Piece::Delta(delta) => (delta.into(), None),
+            Piece::Delta(delta) => (answer.tags.delta(delta), None),
             Piece::End(finished) => (Delta::default(), Some(reason(finished.reason))),
         };
-        let tokens = self.tokens[index].as_mut();
+        let tokens = answer.tokens.as_mut();
         let logprobs = tokens.map(|tokens| LogprobList { content: mem::take(tokens), refusal: None });
         Some(Choice { index: index as u32, delta, logprobs, finish_reason })
+    }
+}
+
+impl Tags {
+    /// A piece of output with the tags that stand before it.
+    fn delta(&mut self, delta: output::Delta) -> Delta {
+        match (*self, delta) {
+            (Self::Before, output::Delta::Reasoning(text)) => {
+                *self = Self::Inside;
+                Delta { content: Some(format!("<think>\n{text}")), ..Delta::default() }
+            }
+            (Self::Inside, output::Delta::Reasoning(text)) => {
+                Delta { content: Some(text), ..Delta::default() }
+            }
+            (Self::Inside, delta) => {
+                *self = Self::Behind;
+                let mut delta = Delta::from(delta);
+                delta.content = Some(format!("\n</think>\n\n{}", delta.content.unwrap_or_default()));
+                delta
+            }
+            (_, delta) => delta.into(),
+        }
     }
 }

@@ -141,6 +141,30 @@ async fn a_stream_adds_up_to_the_plain_message_byte_for_byte() {
 }
 
 #[tokio::test]
+async fn a_thought_may_be_part_of_the_content() {
+    let inside = |mut body: Value| {
+        body["reasoning_format"] = json!("none");
+        body
+    };
+    for (reply, content, calls) in [
+        ("A thought.</think>\n\nAn answer.", "<think>\nA thought.\n</think>\n\nAn answer.", 0),
+        ("A thought.</think>", "<think>\nA thought.", 0),
+        (TOOL_CALLS, "<think>\nI must look.\n</think>\n\n", 2),
+    ] {
+        let server = TestServer::start(Script::new().reply(reply)).await;
+        let body = inside(with_tools(question()));
+        let whole = message(&post_chat(server.address, &body).await);
+        assert_eq!(whole["content"], content);
+        assert_eq!(whole.get("reasoning_content"), None);
+        assert_eq!(whole["tool_calls"].as_array().map_or(0, Vec::len), calls);
+        let folded = fold(&post_chat(server.address, &streamed(body)).await.chunks());
+        assert_eq!(folded["content"], content);
+        let apart = message(&post_chat(server.address, &with_tools(question())).await);
+        assert!(apart["reasoning_content"].is_string());
+    }
+}
+
+#[tokio::test]
 async fn all_chunks_of_a_stream_carry_the_same_head() {
     let server = TestServer::start(Script::new().reply("a</think>b")).await;
     let answer = post_chat(server.address, &streamed(question())).await;
