@@ -2,6 +2,7 @@
 
 use serde_json::{Value, json};
 
+use super::tools::full_name;
 use crate::error::ApiError;
 use crate::fields::{Fields, expected, quote};
 use crate::warnings::Warnings;
@@ -122,6 +123,7 @@ impl Conversation {
     fn call(&mut self, item: &mut Fields<'_>, place: &str, arguments: Value) -> Result<(), ApiError> {
         let id = item.string("call_id")?.ok_or_else(|| item.missing("call_id"))?;
         let name = item.string("name")?.ok_or_else(|| item.missing("name"))?;
+        let name = full_name(item.string("namespace")?, name);
         let function = json!({"name": name, "arguments": arguments});
         let call = json!({"id": id, "type": "function", "function": function});
         let answer = self.answer(place);

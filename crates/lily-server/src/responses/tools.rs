@@ -12,42 +12,109 @@ use crate::generation::format::parse_definition;
 use crate::generation::tools::{Choice, Tools, function, parse_name};
 use crate::warnings::Warnings;
 
-/// `tools`, `tool_choice` and `parallel_tool_calls`; with the names of the custom tools, which the model sees as
-/// functions of one text. Kinds that are not known here are the client's to do without.
+/// How calls of the tools are told, by the names that the model knows the tools by.
+#[derive(Debug, Default)]
+pub(super) struct ToolNames {
+    /// Those whose calls have an input that is no JSON.
+    pub custom: HashSet<String>,
+    /// The namespaces of those that are in one.
+    namespaces: HashMap<String, String>,
+}
+
+impl ToolNames {
+    /// Namespace and name of a tool.
+    pub fn split<'a>(&'a self, name: &'a str) -> (Option<&'a str>, &'a str) {
+        let namespace = self.namespaces.get(name).map(String::as_str);
+        let inside = namespace.and_then(|space| name.strip_prefix(space)?.strip_prefix('.'));
+        (namespace, inside.unwrap_or(name))
+    }
+}
+
+/// What the model calls a tool.
+pub(super) fn full_name(namespace: Option<&str>, name: &str) -> String {
+    namespace.map_or_else(|| name.to_owned(), |namespace| format!("{namespace}.{name}"))
+}
+
+/// `tools`, `tool_choice` and `parallel_tool_calls`.
 pub(super) fn parse(
     fields: &mut Fields<'_>,
     warnings: &mut Warnings,
-) -> Result<(Tools, HashSet<String>), ApiError> {
-    let (mut all, mut custom, mut grammars) = (Vec::new(), HashSet::new(), HashMap::new());
+) -> Result<(Tools, ToolNames), ApiError> {
+    let mut all = Definitions::default();
     for (i, tool) in fields.array("tools")?.unwrap_or_default().iter().enumerate() {
-        let mut tool = Fields::nested(format!("tools[{i}]"), tool)?;
-        match tool.string("type")?.ok_or_else(|| tool.missing("type"))? {
-            "function" => {
-                let name = parse_name(&mut tool)?;
-                let description = tool.string("description")?;
-                let parameters = tool.map("parameters")?;
-                all.push((i, function(name, description, parameters, tool.boolean("strict")?)));
-            }
-            "custom" => {
-                let name = parse_name(&mut tool)?;
-                let description = tool.string("description")?;
-                let (parameters, grammar) = custom_input(&mut tool)?;
-                all.push((i, function(name, description, Some(&parameters), None)));
-                custom.insert(name.to_owned());
-                grammars.extend(grammar.map(|grammar| (name.to_owned(), grammar)));
-            }
-            kind => {
-                let why = format!("tools of type {} are not known", quote(&kind.into()));
-                warnings.ignored(&tool.path("type"), &why);
-                continue;
-            }
-        }
-        tool.finish();
+        all.add(i, None, Fields::nested(format!("tools[{i}]"), tool)?, warnings)?;
     }
     let choice = parse_choice(fields)?;
     let parallel = fields.boolean("parallel_tool_calls")?.unwrap_or(true);
-    let tools = Tools::new(all, choice, parallel, "tool_choice")?;
-    Ok((Tools { grammars, ..tools }, custom))
+    let tools = Tools::new(all.functions, choice, parallel, "tool_choice")?;
+    Ok((Tools { grammars: all.grammars, ..tools }, all.names))
+}
+
+/// Tools as functions. A custom tool is one of one text.
+#[derive(Default)]
+struct Definitions {
+    /// Each with its place in the request.
+    functions: Vec<(usize, Value)>,
+    grammars: HashMap<String, Rule>,
+    names: ToolNames,
+}
+
+impl Definitions {
+    /// Adds the tool at this place, which may be inside a namespace of this name and description. Kinds that are not
+    /// known here are the client's to do without.
+    fn add(
+        &mut self,
+        place: usize,
+        namespace: Option<(&str, &str)>,
+        mut tool: Fields<'_>,
+        warnings: &mut Warnings,
+    ) -> Result<(), ApiError> {
+        let kind = tool.string("type")?.ok_or_else(|| tool.missing("type"))?;
+        match kind {
+            "namespace" if namespace.is_none() => return self.add_namespace(place, tool, warnings),
+            "function" | "custom" => {}
+            kind => {
+                let why = format!("tools of type {} are not known", quote(&kind.into()));
+                warnings.ignored(&tool.path("type"), &why);
+                return Ok(());
+            }
+        }
+        let name = full_name(namespace.map(|(name, _)| name), parse_name(&mut tool)?);
+        let own = tool.string("description")?.map(str::to_owned);
+        // The model knows no namespaces: what is said of one is said of each of its tools.
+        let description = match namespace {
+            Some((_, of_all)) => Some(format!("{of_all}\n\n{}", own.unwrap_or_default()).trim().to_owned()),
+            None => own,
+        };
+        let definition = if kind == "custom" {
+            let (parameters, grammar) = custom_input(&mut tool)?;
+            self.names.custom.insert(name.clone());
+            self.grammars.extend(grammar.map(|grammar| (name.clone(), grammar)));
+            function(&name, description.as_deref(), Some(&parameters), None)
+        } else {
+            function(&name, description.as_deref(), tool.map("parameters")?, tool.boolean("strict")?)
+        };
+        self.functions.push((place, definition));
+        self.names.namespaces.extend(namespace.map(|(namespace, _)| (name, namespace.to_owned())));
+        tool.finish();
+        Ok(())
+    }
+
+    fn add_namespace(
+        &mut self,
+        place: usize,
+        mut namespace: Fields<'_>,
+        warnings: &mut Warnings,
+    ) -> Result<(), ApiError> {
+        let name = parse_name(&mut namespace)?;
+        let description = namespace.string("description")?.unwrap_or_default();
+        for (i, tool) in namespace.array("tools")?.unwrap_or_default().iter().enumerate() {
+            let tool = Fields::nested(format!("{}[{i}]", namespace.path("tools")), tool)?;
+            self.add(place, Some((name, description)), tool, warnings)?;
+        }
+        namespace.finish();
+        Ok(())
+    }
 }
 
 /// The schema of a function that stands for a custom tool, and the grammar of its input. The model is told it too.
