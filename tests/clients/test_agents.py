@@ -16,20 +16,30 @@ ANSWER = "The word was quokka."
 # Each agent: its settings are written to its home; its command, and variables that it needs.
 
 
-def codex(url, home):
+def codex(url, home, model="lily"):
     folder = home / ".codex"
     folder.mkdir()
     (folder / "config.toml").write_text(
-        'model = "lily"\nmodel_provider = "lily"\n'
+        f'model = "{model}"\nmodel_provider = "lily"\n'
         f'[model_providers.lily]\nname = "Lily"\nbase_url = "{url}/v1"\nwire_api = "responses"\n'
     )
     # Its sandbox needs rights that containers don't give; the folder is temporary.
     return [npm("codex"), "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", TASK], {}
 
 
+def codex_with_patches(url, home):
+    """For a model that it knows it has a tool with a grammar."""
+    return codex(url, home, "gpt-5.5")
+
+
 def qwen(url, home):
     variables = {"OPENAI_API_KEY": "none", "OPENAI_BASE_URL": url + "/v1", "OPENAI_MODEL": "lily"}
     return [npm("qwen"), "--auth-type", "openai", "--yolo", TASK], variables
+
+
+def qwen_with_messages(url, home):
+    variables = {"ANTHROPIC_API_KEY": "none", "ANTHROPIC_BASE_URL": url, "ANTHROPIC_MODEL": "lily"}
+    return [npm("qwen"), "--auth-type", "anthropic", "--yolo", TASK], variables
 
 
 def opencode(url, home):
@@ -54,6 +64,12 @@ def shell_calls(folder):
     yield call("exec_command", {"cmd": f"printf {WORD} > copy.txt"})
 
 
+def patch_calls(folder):
+    yield call("exec_command", {"cmd": "cat secret.txt"})
+    patch = f"*** Begin Patch\n*** Add File: copy.txt\n+{WORD}\n*** End Patch"
+    yield call("apply_patch", {"input": patch})
+
+
 def file_calls(read, write, path):
     def calls(folder):
         yield call(read, {path: folder / "secret.txt"})
@@ -66,7 +82,9 @@ def file_calls(read, write, path):
     "agent, calls",
     [
         (codex, shell_calls),
+        (codex_with_patches, patch_calls),
         (qwen, file_calls("read_file", "write_file", "file_path")),
+        (qwen_with_messages, file_calls("read_file", "write_file", "file_path")),
         (opencode, file_calls("read", "write", "filePath")),
     ],
 )
@@ -91,7 +109,7 @@ def test_a_loop_of_two_tools(agent, calls, serve_script, tmp_path):
     said = done.stdout + done.stderr + "".join(server.lines)
     assert done.returncode == 0, said
     assert ANSWER in done.stdout, said
-    assert (folder / "copy.txt").read_text() == WORD, said
+    assert (folder / "copy.txt").read_text().rstrip() == WORD, said
     check_that_no_prompt_is_read_twice(server)
 
 
