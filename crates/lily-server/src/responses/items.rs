@@ -10,6 +10,9 @@ use crate::warnings::Warnings;
 /// The parameter that carries the input of a custom tool.
 pub(super) const CUSTOM_INPUT: &str = "input";
 
+/// The type of an item that brings tools.
+pub(super) const ADDITIONAL_TOOLS: &str = "additional_tools";
+
 /// Messages, and the path in the request of what each comes from.
 type Messages = (Vec<Value>, Vec<String>);
 
@@ -87,6 +90,11 @@ impl Conversation {
                 let output = item.any("output").ok_or_else(|| item.missing("output"))?;
                 let text = text_of(&item.path("output"), output)?;
                 self.push(place, json!({"role": "tool", "tool_call_id": id, "content": text}));
+            }
+            // The model is told all tools at the start of its prompt, wherever they come from.
+            ADDITIONAL_TOOLS => {
+                item.any("role");
+                item.any("tools");
             }
             "item_reference" => {
                 let problem = "nothing is stored on this server: send the item itself";

@@ -5,7 +5,7 @@ use std::collections::{HashMap, HashSet};
 use lily_engine::constraint::Rule;
 use serde_json::{Map, Value, json};
 
-use super::items::CUSTOM_INPUT;
+use super::items::{ADDITIONAL_TOOLS, CUSTOM_INPUT};
 use crate::error::ApiError;
 use crate::fields::{Fields, expected, quote};
 use crate::generation::format::parse_definition;
@@ -35,14 +35,16 @@ pub(super) fn full_name(namespace: Option<&str>, name: &str) -> String {
     namespace.map_or_else(|| name.to_owned(), |namespace| format!("{namespace}.{name}"))
 }
 
-/// `tools`, `tool_choice` and `parallel_tool_calls`.
+/// `tools`, those that items of the input bring, `tool_choice` and `parallel_tool_calls`.
 pub(super) fn parse(
     fields: &mut Fields<'_>,
     warnings: &mut Warnings,
 ) -> Result<(Tools, ToolNames), ApiError> {
     let mut all = Definitions::default();
-    for (i, tool) in fields.array("tools")?.unwrap_or_default().iter().enumerate() {
-        all.add(i, None, Fields::nested(format!("tools[{i}]"), tool)?, warnings)?;
+    all.add_from(fields, None, warnings)?;
+    let items = fields.any("input").and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
+    for (i, item) in items.iter().enumerate().filter(|(_, item)| item["type"] == ADDITIONAL_TOOLS) {
+        all.add_from(&mut Fields::nested(format!("input[{i}]"), item)?, None, warnings)?;
     }
     let choice = parse_choice(fields)?;
     let parallel = fields.boolean("parallel_tool_calls")?.unwrap_or(true);
@@ -53,25 +55,45 @@ pub(super) fn parse(
 /// Tools as functions. A custom tool is one of one text.
 #[derive(Default)]
 struct Definitions {
-    /// Each with its place in the request.
-    functions: Vec<(usize, Value)>,
+    /// Each with its path in the request.
+    functions: Vec<(String, Value)>,
     grammars: HashMap<String, Rule>,
     names: ToolNames,
 }
 
 impl Definitions {
-    /// Adds the tool at this place, which may be inside a namespace of this name and description. Kinds that are not
-    /// known here are the client's to do without.
+    /// Adds `tools` of a request, an item or a namespace, whose name and description are given.
+    fn add_from(
+        &mut self,
+        fields: &mut Fields<'_>,
+        namespace: Option<(&str, &str)>,
+        warnings: &mut Warnings,
+    ) -> Result<(), ApiError> {
+        for (i, tool) in fields.array("tools")?.unwrap_or_default().iter().enumerate() {
+            let place = format!("{}[{i}]", fields.path("tools"));
+            let tool = Fields::nested(place.clone(), tool)?;
+            self.add(place, namespace, tool, warnings)?;
+        }
+        Ok(())
+    }
+
+    /// Adds one. Kinds that are not known here are the client's to do without.
     fn add(
         &mut self,
-        place: usize,
+        place: String,
         namespace: Option<(&str, &str)>,
         mut tool: Fields<'_>,
         warnings: &mut Warnings,
     ) -> Result<(), ApiError> {
         let kind = tool.string("type")?.ok_or_else(|| tool.missing("type"))?;
         match kind {
-            "namespace" if namespace.is_none() => return self.add_namespace(place, tool, warnings),
+            "namespace" if namespace.is_none() => {
+                let name = parse_name(&mut tool)?;
+                let description = tool.string("description")?.unwrap_or_default();
+                self.add_from(&mut tool, Some((name, description)), warnings)?;
+                tool.finish();
+                return Ok(());
+            }
             "function" | "custom" => {}
             kind => {
                 let why = format!("tools of type {} are not known", quote(&kind.into()));
@@ -97,22 +119,6 @@ impl Definitions {
         self.functions.push((place, definition));
         self.names.namespaces.extend(namespace.map(|(namespace, _)| (name, namespace.to_owned())));
         tool.finish();
-        Ok(())
-    }
-
-    fn add_namespace(
-        &mut self,
-        place: usize,
-        mut namespace: Fields<'_>,
-        warnings: &mut Warnings,
-    ) -> Result<(), ApiError> {
-        let name = parse_name(&mut namespace)?;
-        let description = namespace.string("description")?.unwrap_or_default();
-        for (i, tool) in namespace.array("tools")?.unwrap_or_default().iter().enumerate() {
-            let tool = Fields::nested(format!("{}[{i}]", namespace.path("tools")), tool)?;
-            self.add(place, Some((name, description)), tool, warnings)?;
-        }
-        namespace.finish();
         Ok(())
     }
 }

@@ -209,7 +209,7 @@ async fn tools_in_a_namespace_are_called_by_both_names() {
     // The model reads functions of the full names, and its calls as it wrote them.
     let mut input = vec![json!({"role": "user", "content": "Well?"})];
     input.extend(whole["output"].as_array().unwrap().clone());
-    let next = plain(&post(server.address, PATH, &json!({"input": input, "tools": tools})).await);
+    let next = plain(&post(server.address, PATH, &json!({"input": &input, "tools": tools})).await);
     let parameters = [
         tools[0]["tools"][0]["parameters"].clone(),
         json!({"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}),
@@ -232,6 +232,17 @@ async fn tools_in_a_namespace_are_called_by_both_names() {
     });
     let count = plain(&post(server.address, "/tokenize", &chat).await)["count"].clone();
     assert_eq!(next["usage"]["input_tokens"], count);
+    // They may come in an item of the input.
+    let item = |tools: &Value| json!({"type": "additional_tools", "role": "developer", "tools": tools});
+    input.insert(0, item(&tools));
+    let from_item = post(server.address, PATH, &json!({"input": input})).await;
+    assert_eq!(from_item.header("x-lily-warning"), None);
+    assert_eq!(anonymous(plain(&from_item))["output"], anonymous(next.clone())["output"]);
+    assert_eq!(plain(&from_item)["usage"]["input_tokens"], next["usage"]["input_tokens"]);
+    let broken = json!([{"type": "custom", "name": "f", "format":
+        {"type": "grammar", "syntax": "lark", "definition": "start: nothing"}}]);
+    let refused = post(server.address, PATH, &json!({"input": [item(&broken), input[1]]})).await;
+    assert_eq!(refused.error(400, "unsupported_value")["param"], "input[0].tools[0]");
 }
 
 /// The shape of what Codex sends.
