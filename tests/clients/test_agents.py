@@ -32,6 +32,11 @@ def codex_with_patches(url, home):
     return codex(url, home, "gpt-5.5")
 
 
+def codex_with_code(url, home):
+    """For the latest it has one tool that runs code, which calls the others; it is in an item of the input."""
+    return codex(url, home, "gpt-6.2-sol")
+
+
 def qwen(url, home):
     variables = {"OPENAI_API_KEY": "none", "OPENAI_BASE_URL": url + "/v1", "OPENAI_MODEL": "lily"}
     return [npm("qwen"), "--auth-type", "openai", "--yolo", TASK], variables
@@ -70,6 +75,11 @@ def patch_calls(folder):
     yield call("apply_patch", {"input": patch})
 
 
+def code_calls(folder):
+    for command in ["cat secret.txt", f"printf {WORD} > copy.txt"]:
+        yield call("functions.exec", {"input": f'text(await tools.exec_command({{cmd: "{command}"}}));'})
+
+
 def file_calls(read, write, path):
     def calls(folder):
         yield call(read, {path: folder / "secret.txt"})
@@ -83,6 +93,7 @@ def file_calls(read, write, path):
     [
         (codex, shell_calls),
         (codex_with_patches, patch_calls),
+        (codex_with_code, code_calls),
         (qwen, file_calls("read_file", "write_file", "file_path")),
         (qwen_with_messages, file_calls("read_file", "write_file", "file_path")),
         (opencode, file_calls("read", "write", "filePath")),
