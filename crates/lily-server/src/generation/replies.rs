@@ -98,6 +98,10 @@ impl Replies {
     fn take(&mut self, i: usize, event: Option<Event>) -> Option<Result<Piece, ApiError>> {
         match event {
             Some(Event::Started | Event::Prefill { .. }) => None,
+            Some(Event::InterToken(time)) => {
+                self.metrics.inter_token(time);
+                None
+            }
             Some(Event::Token { id, logprobs, in_thought }) => {
                 Some(Ok(Piece::Token { id, logprobs, in_thought }))
             }
