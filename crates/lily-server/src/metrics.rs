@@ -162,7 +162,9 @@ impl Metrics {
         self.queued.observe(seconds(timing.queued));
         self.prefill.observe(seconds(timing.prefill));
         self.decode.observe(seconds(timing.decode));
-        self.first_token.observe(seconds(timing.queued + timing.prefill));
+        if usage.completion_tokens > 0 {
+            self.first_token.observe(seconds(timing.queued + timing.prefill));
+        }
         self.whole.observe(seconds(timing.queued + timing.prefill + timing.decode));
         if usage.completion_tokens > 1 {
             self.per_token.observe(seconds(timing.decode) / f64::from(usage.completion_tokens - 1));

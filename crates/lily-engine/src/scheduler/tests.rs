@@ -1,6 +1,7 @@
 use std::sync::MutexGuard;
 
 use lily_model::backend::SegmentError;
+use lily_model::sample::Logprobs;
 use serde_json::Value;
 use tokio::sync::mpsc::error::TryRecvError;
 
@@ -14,6 +15,7 @@ use crate::testing::{
 mod arrivals;
 mod cache;
 mod guided;
+mod scored;
 
 /// Nothing in these tests takes this long unless something hangs.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -90,7 +92,9 @@ struct Outcome {
     reasoning: String,
     calls: Vec<(String, String)>,
     prefill: Vec<u32>,
+    prompt: Vec<(u32, Option<Logprobs>)>,
     tokens: Vec<u32>,
+    logprobs: Vec<Logprobs>,
     inter_token: Vec<Duration>,
     end: Option<Result<Finished, RequestError>>,
 }
@@ -112,7 +116,11 @@ impl Outcome {
                     outcome.prefill.push(done);
                 }
                 Event::InterToken(time) => outcome.inter_token.push(time),
-                Event::Token { id, .. } => outcome.tokens.push(id),
+                Event::PromptToken { id, logprobs } => outcome.prompt.push((id, logprobs)),
+                Event::Token { id, logprobs, .. } => {
+                    outcome.tokens.push(id);
+                    outcome.logprobs.push(logprobs);
+                }
                 Event::Delta(Delta::Text(text)) => outcome.text += &text,
                 Event::Delta(Delta::Reasoning(text)) => outcome.reasoning += &text,
                 Event::Delta(Delta::ToolCall { name, .. }) => outcome.calls.push((name, String::new())),
@@ -240,14 +248,6 @@ fn control_tokens_are_not_text() {
     let on = Request { ignore_eos: true, max_tokens: Some(6), ..request(vec![1]) };
     let outcome = harness.run(on);
     assert_eq!((outcome.text.as_str(), outcome.reason()), ("abc<think>", FinishReason::Length));
-}
-
-#[test]
-fn logprobs_come_with_every_token_but_the_end_of_turn() {
-    let harness = Harness::scripted(|_| say("ab"));
-    let mut asked = request(vec![1]);
-    asked.sampling.logprobs = Some(2);
-    assert_eq!(harness.run(asked).tokens, tokens("ab"));
 }
 
 #[test]

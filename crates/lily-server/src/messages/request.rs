@@ -33,7 +33,7 @@ const NO_EFFECT: &[&str] = &[
     "workspace_id",
 ];
 
-const NAMES: Names = Names { max_tokens: &["max_tokens"], stop: "stop_sequences" };
+const NAMES: Names = Names { max_tokens: &["max_tokens"], least_tokens: 1, stop: "stop_sequences" };
 
 /// A request that was understood.
 #[derive(Debug)]

@@ -41,7 +41,7 @@ const NO_EFFECT: &[&str] = &[
     "user",
 ];
 
-const NAMES: Names = Names { max_tokens: &["max_output_tokens"], stop: "stop" };
+const NAMES: Names = Names { max_tokens: &["max_output_tokens"], least_tokens: 1, stop: "stop" };
 
 /// What `include` may ask for with effect.
 const LOGPROBS: &str = "message.output_text.logprobs";
