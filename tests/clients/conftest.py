@@ -1,5 +1,6 @@
 """Servers for the tests of clients: real processes on real sockets."""
 
+import json
 import os
 import re
 import signal
@@ -13,6 +14,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 120
+# The clients reach this machine and nothing else: port 9 is the one that discards.
+LOOPBACK_ONLY = {
+    **dict.fromkeys(["http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"], "http://127.0.0.1:9"),
+    **dict.fromkeys(["no_proxy", "NO_PROXY"], "127.0.0.1,localhost"),
+}
+os.environ |= LOOPBACK_ONLY
+# Node comes with the Python packages.
+NODE_PATH = f"{ROOT / '.venv/bin'}:{os.environ['PATH']}"
 
 
 class Server:
@@ -62,6 +71,14 @@ class Server:
             raise
 
 
+def npm(name):
+    """A program that ./test installed with npm."""
+    path = ROOT / "tests/clients/node_modules/.bin" / name
+    if not path.exists():
+        pytest.fail(f"{path} is missing: run ./test, which installs it", pytrace=False)
+    return path
+
+
 def binary(variable, default):
     path = Path(os.environ.get(variable, ROOT / default)).absolute()
     if not path.exists():
@@ -98,9 +115,33 @@ def lily_with_key():
 
 
 @pytest.fixture
-def scripted():
-    """A server whose model writes what tests/clients/*.py expect: a tool call, and an answer to its result."""
-    default = "target/release/examples/scripted_server"
-    server = Server([binary("LILY_SCRIPTED_SERVER", default)])
-    yield server
-    server.stop()
+def serve_script(tmp_path):
+    """Starts a server whose model follows a script, see crates/lily-server/examples/scripted_server.rs."""
+    started = []
+
+    def start(*rules):
+        script = tmp_path / "script.json"
+        script.write_text(json.dumps([{"when": when, "reply": reply} for when, reply in rules]))
+        default = "target/release/examples/scripted_server"
+        started.append(Server([binary("LILY_SCRIPTED_SERVER", default), script]))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.stop()
+
+
+@pytest.fixture
+def scripted(serve_script):
+    """Its model asks for the weather in Brno, and answers when it was told."""
+    arguments = {"city": "Brno", "days": 3}
+    return serve_script(
+        ("<tool_response>", "Sunny, then.\n</think>\n\nIt is sunny in Brno."),
+        ("", "I need the weather.\n</think>\n\n" + call("get_weather", arguments)),
+    )
+
+
+def call(name, arguments):
+    """A tool call in the model's words."""
+    values = [f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items()]
+    return f"<tool_call>\n<function={name}>\n{''.join(values)}</function>\n</tool_call>"

@@ -1,5 +1,5 @@
 """Tool calls through the official `openai` package. The model's words are scripted: see
-crates/lily-server/examples/scripted_server.rs."""
+`scripted` in conftest.py."""
 
 import json
 

@@ -16,7 +16,10 @@ pub struct Request {
     pub prompt: Vec<u32>,
     /// How tokens are drawn.
     pub sampling: Sampling,
-    /// Most tokens to generate; `None`: to the end of the context.
+    /// Report log-probabilities of the prompt's tokens, and of this many alternatives to each. The prompt is then
+    /// read in full, whatever the prefix cache has of it.
+    pub prompt_logprobs: Option<u32>,
+    /// Most tokens to generate; `None`: to the end of the context. 0 only with `prompt_logprobs`.
     pub max_tokens: Option<u32>,
     /// Strings that end the answer; they are cut off. Matched on the answer's text, never inside a thought or a
     /// tool call; [`StopMatcher`](crate::stop::StopMatcher) has the rule.
@@ -44,6 +47,7 @@ impl Request {
         Self {
             prompt,
             sampling,
+            prompt_logprobs: None,
             max_tokens: None,
             stop: Vec::new(),
             format: OutputFormat::Raw,
@@ -99,8 +103,8 @@ pub struct Tool {
     pub parameters: serde_json::Value,
 }
 
-/// What a generation reports, in order: `Started`, then `Prefill`/`Token`/`Delta` mixed, then one `Finished` or
-/// `Failed`. A request that never leaves the queue reports `Failed` alone.
+/// What a generation reports, in order: `Started`, then `PromptToken`/`Prefill`, then `InterToken`/`Token`/`Delta`
+/// mixed, then one `Finished` or `Failed`. A request that never leaves the queue reports `Failed` alone.
 #[derive(Clone, Debug)]
 pub enum Event {
     /// The request left the queue.
@@ -112,8 +116,17 @@ pub enum Event {
         /// Tokens of the prompt.
         total: u32,
     },
+    /// A token of the prompt, in order (only sent when log-probabilities of the prompt were asked for).
+    PromptToken {
+        /// Its id.
+        id: u32,
+        /// Its log-probabilities; `None` for the first: nothing predicts it.
+        logprobs: Option<Logprobs>,
+    },
+    /// The time between the last two tokens generated, the end-of-turn token included.
+    InterToken(Duration),
     /// A token was generated (only sent when log-probabilities were asked for). The token that ends the turn is
-    /// not reported: it is no part of the output.
+    /// reported in raw output alone: it is no part of a message.
     Token {
         /// Its id.
         id: u32,
@@ -172,7 +185,7 @@ pub struct Usage {
 pub struct Timing {
     /// From submission to the first step that worked on it.
     pub queued: Duration,
-    /// From there to the first generated token.
+    /// From there to the first generated token, or to the end if there is none.
     pub prefill: Duration,
     /// From the first generated token to the last.
     pub decode: Duration,

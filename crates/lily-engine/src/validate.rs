@@ -8,8 +8,9 @@ use crate::request::{Request, Sampling, SubmitError};
 pub(crate) fn check(request: &Request, limits: &Limits) -> Result<(), SubmitError> {
     check_prompt(&request.prompt, limits)?;
     check_sampling(&request.sampling, limits)?;
-    if request.max_tokens == Some(0) {
-        return Err(invalid("max_tokens", "expected at least 1, found 0".to_owned()));
+    if request.max_tokens == Some(0) && request.prompt_logprobs.is_none() {
+        let problem = "expected at least 1 where the prompt is not asked about, found 0";
+        return Err(invalid("max_tokens", problem.to_owned()));
     }
     if request.thinking_budget == Some(0) {
         return Err(invalid("thinking_budget", "expected at least 1, found 0".to_owned()));
@@ -142,6 +143,7 @@ mod tests {
     #[test]
     fn other_fields_are_checked() {
         assert_eq!(parameter(|r| r.max_tokens = Some(0)), Some("max_tokens"));
+        assert_eq!(parameter(|r| (r.max_tokens, r.prompt_logprobs) = (Some(0), Some(0))), None);
         assert_eq!(parameter(|r| r.thinking_budget = Some(0)), Some("thinking_budget"));
         assert_eq!(parameter(|r| r.stop = vec!["a".into(), String::new()]), Some("stop"));
         assert_eq!(parameter(|r| r.prompt = vec![1, limits().vocab_size]), Some("prompt"));

@@ -113,6 +113,12 @@ pub fn sample(logits: &mut [f32], history: &[u32], params: &SampleParams) -> Sam
     Sampled { token, logprobs: reported.map(|r| r.of(token)) }
 }
 
+/// Log-probabilities of a token, which must be one of the row's, and of the `n` most likely ones. `logits`: one
+/// finite row over the vocabulary.
+pub fn logprobs(logits: &[f32], token: u32, n: u32) -> Logprobs {
+    Reported::new(logits, n as usize).of(token)
+}
+
 /// Log-probabilities, taken before the logits are adjusted.
 struct Reported {
     logits: Vec<f32>,

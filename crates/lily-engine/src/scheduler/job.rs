@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use lily_model::sample::{SampleParams, Sampled};
+use lily_model::sample::{SampleParams, Sampled, logprobs};
 use lily_model::tokenizer::Tokenizer;
 use tokio::sync::mpsc::UnboundedSender;
 
@@ -12,7 +12,7 @@ use super::{Shared, Stopped};
 use crate::guide::{Choice, Guide};
 use crate::output::Delta;
 use crate::reply::{Progress, Reply};
-use crate::request::{Event, FinishReason, Finished, Request, RequestError, Timing, Usage};
+use crate::request::{Event, FinishReason, Finished, OutputFormat, Request, RequestError, Timing, Usage};
 
 /// A request. However it goes, its last event is `Finished` or `Failed`: dropped before that, it fails with the
 /// reason why the engine stopped. (When the client is gone, nobody hears it.)
@@ -25,13 +25,17 @@ pub(super) struct Job {
     pub boundaries: Vec<u32>,
     /// As in [`Request`].
     pub cache_prompt: bool,
+    prompt_logprobs: Option<u32>,
     ignore_eos: bool,
+    /// The token that ends the turn is reported too.
+    reports_end: bool,
     reply: Reply,
     guide: Option<Guide>,
     usage: Usage,
     submitted: Instant,
     started: Option<Instant>,
     first_token: Option<Instant>,
+    last_token: Option<Instant>,
     events: UnboundedSender<Event>,
     /// `None` after the last event.
     place: Option<Place>,
@@ -94,13 +98,16 @@ impl Job {
             capacity,
             boundaries: request.boundaries,
             cache_prompt: request.cache_prompt,
+            prompt_logprobs: request.prompt_logprobs,
             ignore_eos: request.ignore_eos,
+            reports_end: matches!(request.format, OutputFormat::Raw),
             reply,
             guide,
             usage: Usage { prompt_tokens, ..Usage::default() },
             submitted: Instant::now(),
             started: None,
             first_token: None,
+            last_token: None,
             events,
             place: Some(place),
         }
@@ -111,10 +118,15 @@ impl Job {
         self.capacity - self.usage.prompt_tokens
     }
 
+    /// Whether log-probabilities of the prompt are asked for.
+    pub fn scores_prompt(&self) -> bool {
+        self.prompt_logprobs.is_some()
+    }
+
     /// What of the prompt may come from the cache: the last token never, since its logits are needed.
     pub fn reusable(&self) -> &[u32] {
         match self.prompt.split_last() {
-            Some((_, reusable)) if self.cache_prompt => reusable,
+            Some((_, reusable)) if self.cache_prompt && !self.scores_prompt() => reusable,
             _ => &[],
         }
     }
@@ -167,19 +179,41 @@ impl Job {
             place.shared.running.fetch_add(1, Ordering::Relaxed);
         }
         self.send(Event::Started);
+        if let (true, Some(&id)) = (self.scores_prompt(), self.prompt.first()) {
+            self.send(Event::PromptToken { id, logprobs: None });
+        }
     }
 
-    /// So many tokens of the prompt are read.
-    pub fn prefilled(&self, done: u32) {
+    /// The next token of the prompt, and the logits that predict it.
+    pub fn prompt_token(&self, id: u32, logits: &[f32]) {
+        if let Some(n) = self.prompt_logprobs {
+            self.send(Event::PromptToken { id, logprobs: Some(logprobs(logits, id, n)) });
+        }
+    }
+
+    /// So many tokens of the prompt are read; gives whether nothing is to follow, and then the last event was sent.
+    pub fn prefilled(&mut self, done: u32) -> bool {
         self.send(Event::Prefill { done, total: self.usage.prompt_tokens });
+        let ends = done == self.usage.prompt_tokens && self.max_tokens() == 0;
+        if ends {
+            self.finish(FinishReason::Length);
+        }
+        ends
     }
 
     /// Takes a token; gives whether it was the last one, and then the last event was sent.
     pub fn token(&mut self, sampled: Sampled, tokenizer: &Tokenizer, eos: &[u32]) -> bool {
-        self.first_token.get_or_insert_with(Instant::now);
+        let now = Instant::now();
+        self.first_token.get_or_insert(now);
+        if let Some(last) = self.last_token.replace(now) {
+            self.send(Event::InterToken(now.saturating_duration_since(last)));
+        }
         self.usage.completion_tokens += 1;
         let id = sampled.token;
         if eos.contains(&id) && !self.ignore_eos {
+            if let Some(logprobs) = sampled.logprobs.filter(|_| self.reports_end) {
+                self.send(Event::Token { id, logprobs, in_thought: false });
+            }
             self.finish(if self.reply.has_calls() { FinishReason::ToolCalls } else { FinishReason::Stop });
             return true;
         }
@@ -229,8 +263,8 @@ impl Job {
         };
         let timing = Timing {
             queued: between(Some(self.submitted), self.started),
-            prefill: between(self.started, self.first_token),
-            decode: between(self.first_token, Some(Instant::now())),
+            prefill: between(self.started, self.first_token.or_else(|| Some(Instant::now()))),
+            decode: between(self.first_token, self.last_token),
         };
         let stop = self.reply.stop_string().map(str::to_owned);
         self.last_event(Event::Finished(Finished { reason, stop, usage: self.usage, timing }));

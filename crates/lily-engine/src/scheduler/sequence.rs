@@ -2,9 +2,12 @@
 
 use std::collections::VecDeque;
 
-use lily_model::backend::{Segment, SeqId, SnapshotId, Tokens, Want};
+use lily_model::backend::{Rows, Segment, SeqId, SnapshotId, Tokens, Want};
 
 use super::job::Job;
+
+/// Most tokens of a chunk whose logits are all wanted: as f32, over 250,000 tokens, they take 64 MB.
+const SCORED_CHUNK: u32 = 64;
 
 /// A request that runs.
 pub(super) struct Sequence {
@@ -38,6 +41,8 @@ pub(super) struct Advance {
     /// Tokens of the prompt read after it, if it reads any.
     pub prefilled: Option<u32>,
     pub samples: bool,
+    /// Rows of logits that it asks for, one for each of its tokens; 0: none.
+    pub rows: u32,
 }
 
 impl Sequence {
@@ -112,14 +117,35 @@ impl Sequence {
         Some(self.advance(1, Tokens::LastSampled, want, None))
     }
 
-    /// The next chunk of the prompt, of so many tokens at most, if there is one.
+    /// The next chunk of the prompt, of so many tokens at most, if there is one. Where the prompt's tokens are
+    /// scored, the last one comes by itself: the others' logits predict the prompt, its own the answer.
     pub fn prefill(&mut self, chunk: u32) -> Option<(Segment, Advance)> {
         let job = self.job.as_ref().filter(|_| self.fed < self.prompt)?;
-        let stop = self.stops.iter().find(|&&stop| stop > self.fed).unwrap_or(&self.prompt);
-        let end = self.fed.saturating_add(chunk).min(*stop);
+        let scored = job.scores_prompt() && self.fed + 1 < self.prompt;
+        let (chunk, goal) =
+            if scored { (chunk.min(SCORED_CHUNK), self.prompt - 1) } else { (chunk, self.prompt) };
+        let stop = self.stops.iter().find(|&&stop| stop > self.fed).map_or(goal, |&stop| stop.min(goal));
+        let end = self.fed.saturating_add(chunk).min(stop);
         let tokens = self.tokens.get(self.fed as usize..end as usize)?.to_vec();
-        let want = if end == self.prompt { Want::Sample(job.params()?) } else { Want::Nothing };
+        let want = if scored {
+            Want::Logits(Rows::All)
+        } else if end == self.prompt && job.max_tokens() > 0 {
+            Want::Sample(job.params()?)
+        } else {
+            Want::Nothing
+        };
         Some(self.advance(end - self.fed, Tokens::Ids(tokens), want, Some(end)))
+    }
+
+    /// Reports the tokens of the prompt that rows of logits over `vocab` tokens predict. The last row is that of the
+    /// token before position `done`.
+    pub fn score(&self, logits: &[f32], vocab: usize, done: u32) {
+        let Some(job) = &self.job else { return };
+        let rows = logits.chunks_exact(vocab);
+        let first = (done as usize + 1).saturating_sub(rows.len());
+        for (row, &id) in rows.zip(self.tokens.get(first..).unwrap_or_default()) {
+            job.prompt_token(id, row);
+        }
     }
 
     fn advance(
@@ -130,11 +156,12 @@ impl Sequence {
         prefilled: Option<u32>,
     ) -> (Segment, Advance) {
         let samples = matches!(want, Want::Sample(_));
+        let rows = if matches!(want, Want::Logits(_)) { count } else { 0 };
         let segment = Segment { seq: self.seq, start: self.fed, tokens, want };
         self.fed += count;
         self.sampled += u32::from(samples);
         self.in_flight += 1;
-        (segment, Advance { seq: self.seq, prefilled, samples })
+        (segment, Advance { seq: self.seq, prefilled, samples, rows })
     }
 }
 

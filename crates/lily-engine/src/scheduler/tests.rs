@@ -1,6 +1,7 @@
 use std::sync::MutexGuard;
 
 use lily_model::backend::SegmentError;
+use lily_model::sample::Logprobs;
 use serde_json::Value;
 use tokio::sync::mpsc::error::TryRecvError;
 
@@ -14,6 +15,7 @@ use crate::testing::{
 mod arrivals;
 mod cache;
 mod guided;
+mod scored;
 
 /// Nothing in these tests takes this long unless something hangs.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -90,7 +92,10 @@ struct Outcome {
     reasoning: String,
     calls: Vec<(String, String)>,
     prefill: Vec<u32>,
+    prompt: Vec<(u32, Option<Logprobs>)>,
     tokens: Vec<u32>,
+    logprobs: Vec<Logprobs>,
+    inter_token: Vec<Duration>,
     end: Option<Result<Finished, RequestError>>,
 }
 
@@ -110,7 +115,12 @@ impl Outcome {
                     assert!(outcome.prefill.last().is_none_or(|&last| last < done) && done <= total);
                     outcome.prefill.push(done);
                 }
-                Event::Token { id, .. } => outcome.tokens.push(id),
+                Event::InterToken(time) => outcome.inter_token.push(time),
+                Event::PromptToken { id, logprobs } => outcome.prompt.push((id, logprobs)),
+                Event::Token { id, logprobs, .. } => {
+                    outcome.tokens.push(id);
+                    outcome.logprobs.push(logprobs);
+                }
                 Event::Delta(Delta::Text(text)) => outcome.text += &text,
                 Event::Delta(Delta::Reasoning(text)) => outcome.reasoning += &text,
                 Event::Delta(Delta::ToolCall { name, .. }) => outcome.calls.push((name, String::new())),
@@ -160,6 +170,19 @@ fn a_request_is_answered() {
     assert_eq!((usage.reasoning_tokens, usage.cached_tokens), (0, 0));
     assert!(timing.queued + timing.prefill + timing.decode < PATIENCE);
     assert_eq!(harness.engine.status().steps, 3 + "Čau, světe".len() as u64);
+    harness.close();
+}
+
+#[test]
+fn every_time_between_two_tokens_is_reported() {
+    let pause = Duration::from_millis(30);
+    let harness = Harness::scripted(move |_| [say("ab"), vec![Act::Pause(pause)], say("cd")].concat());
+    let outcome = harness.run(request(vec![1; 40]));
+    let Finished { usage, timing, .. } = outcome.finished();
+    let times = &outcome.inter_token;
+    assert_eq!((times.len(), usage.completion_tokens), (4, 5), "before b, c, d and the end of the turn");
+    assert_eq!(times.iter().sum::<Duration>(), timing.decode);
+    assert!(times[1] >= pause, "{times:?}");
     harness.close();
 }
 
@@ -225,14 +248,6 @@ fn control_tokens_are_not_text() {
     let on = Request { ignore_eos: true, max_tokens: Some(6), ..request(vec![1]) };
     let outcome = harness.run(on);
     assert_eq!((outcome.text.as_str(), outcome.reason()), ("abc<think>", FinishReason::Length));
-}
-
-#[test]
-fn logprobs_come_with_every_token_but_the_end_of_turn() {
-    let harness = Harness::scripted(|_| say("ab"));
-    let mut asked = request(vec![1]);
-    asked.sampling.logprobs = Some(2);
-    assert_eq!(harness.run(asked).tokens, tokens("ab"));
 }
 
 #[test]

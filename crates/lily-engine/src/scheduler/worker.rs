@@ -326,9 +326,13 @@ impl Worker {
         if let Some(done) = advance.prefilled {
             self.insert_pending(i, done)?;
         }
+        let vocab = self.backend.limits().vocab_size as usize;
         let sequence = &mut self.sequences[i];
-        if let (Some(job), Some(done)) = (&sequence.job, advance.prefilled) {
-            job.prefilled(done);
+        if let (Output::Logits(logits), Some(done)) = (&output, advance.prefilled) {
+            sequence.score(logits, vocab, done);
+        }
+        if let Some(done) = advance.prefilled {
+            sequence.job.take_if(|job| job.prefilled(done));
         }
         match output {
             Output::Sampled(sampled) if advance.samples => {
@@ -336,7 +340,10 @@ impl Worker {
                 sequence.job.take_if(|job| job.token(sampled, &self.tokenizer, &self.options.eos));
                 Ok(())
             }
-            Output::Nothing if !advance.samples => Ok(()),
+            Output::Logits(logits) if advance.rows > 0 && logits.len() == advance.rows as usize * vocab => {
+                Ok(())
+            }
+            Output::Nothing if !advance.samples && advance.rows == 0 => Ok(()),
             _ => Err(BackendError::Device("a result of another kind than was asked for".to_owned())),
         }
     }

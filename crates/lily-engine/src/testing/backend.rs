@@ -6,7 +6,7 @@ use std::thread;
 use std::time::Duration;
 
 use lily_model::backend::{
-    Backend, BackendError, Batch, Limits, Output, Progress, Segment, SegmentError, SeqId, SnapshotId,
+    Backend, BackendError, Batch, Limits, Output, Progress, Rows, Segment, SegmentError, SeqId, SnapshotId,
     StepOutput, Ticket, Tokens, Want,
 };
 use lily_model::sample::{Logprobs, Sampled, sample};
@@ -236,7 +236,12 @@ impl FakeBackend {
         let params = match &segment.want {
             Want::Sample(params) => params,
             Want::Nothing => return Ok(Output::Nothing),
-            Want::Logits(_) => return Ok(Output::Logits(logits(&sequence.tokens, self.limits.vocab_size))),
+            Want::Logits(rows) => {
+                let (all, vocab) = (&sequence.tokens, self.limits.vocab_size);
+                let rows = if *rows == Rows::All { written } else { 1 };
+                let ends = all.len() + 1 - rows..=all.len();
+                return Ok(Output::Logits(ends.flat_map(|end| logits(&all[..end], vocab)).collect()));
+            }
         };
         let sampled = match &mut self.script {
             None => {

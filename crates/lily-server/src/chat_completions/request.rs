@@ -40,7 +40,8 @@ const NO_EFFECT: &[&str] = &[
 ];
 
 /// What the shared fields are called here. Both bounds are upper ones, so the lower one holds.
-const NAMES: Names = Names { max_tokens: &["max_tokens", "max_completion_tokens"], stop: "stop" };
+const NAMES: Names =
+    Names { max_tokens: &["max_tokens", "max_completion_tokens"], least_tokens: 1, stop: "stop" };
 
 /// A request that was understood.
 #[derive(Debug)]

@@ -252,6 +252,7 @@ impl Choices {
     pub fn of(&mut self, index: usize, piece: Piece) -> Option<Choice> {
         let answer = &mut self.answers[index];
         let (delta, finish_reason) = match piece {
+            Piece::PromptToken { .. } => return None,
             Piece::Token { id, logprobs, .. } => {
                 let token = TokenLogprob::new(id, &logprobs, &self.tokenizer);
                 answer.tokens.get_or_insert_default().push(token);

@@ -12,7 +12,7 @@ pub(crate) fn parse(fields: &mut Fields<'_>) -> Result<Tools, ApiError> {
     for (i, tool) in tools.iter().enumerate() {
         check_tool(format!("tools[{i}]"), tool)?;
     }
-    let tools = tools.iter().cloned().enumerate().collect();
+    let tools = tools.iter().enumerate().map(|(i, tool)| (format!("tools[{i}]"), tool.clone())).collect();
     let choice = parse_choice(fields)?;
     let parallel = fields.boolean("parallel_tool_calls")?.unwrap_or(true);
     Tools::new(tools, choice, parallel, "tool_choice")

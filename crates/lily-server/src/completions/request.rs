@@ -19,7 +19,8 @@ const ONE_VALUE: &[OneValue] = &[("best_of", &["1"], "use n, which gives all ans
 /// Documented fields that label a request.
 const NO_EFFECT: &[&str] = &["user"];
 
-const NAMES: Names = Names { max_tokens: &["max_tokens"], stop: "stop" };
+/// The engine knows when there may be none.
+const NAMES: Names = Names { max_tokens: &["max_tokens"], least_tokens: 0, stop: "stop" };
 
 /// Tokens generated unless told otherwise, by OpenAI's schema.
 const DEFAULT_MAX_TOKENS: u32 = 16;
@@ -68,11 +69,11 @@ impl CompletionRequest {
         settings.max_tokens.get_or_insert(DEFAULT_MAX_TOKENS);
         settings.sampling.logprobs = fields.integer("logprobs", 0..=20)?.map(|n| n as u32);
         let echo = fields.boolean("echo")?.unwrap_or(false);
-        if echo && settings.sampling.logprobs.is_some() {
-            let problem = "can't be combined with logprobs: those of the prompt are not computed";
+        let suffix = fields.string("suffix")?.filter(|suffix| !suffix.is_empty()).map(str::to_owned);
+        if echo && settings.sampling.logprobs.is_some() && suffix.is_some() {
+            let problem = "can't be combined with logprobs and a suffix, which changes what the model reads";
             return Err(ApiError::unsupported("echo", problem));
         }
-        let suffix = fields.string("suffix")?.filter(|suffix| !suffix.is_empty()).map(str::to_owned);
         let stream = fields.boolean("stream")?.unwrap_or(false);
         let include_usage = parse_include_usage(&mut fields, stream)?;
         let n = parse_n(&mut fields)?;
@@ -84,7 +85,9 @@ impl CompletionRequest {
     pub fn prepare(self, state: &ServerState) -> Result<Prepared, ApiError> {
         let Self { prompts, suffix, echo, settings, n, stream, include_usage } = self;
         let grammar = settings.grammar.clone();
-        let plain = settings.apply(Request::raw(Vec::new(), state.defaults.clone()));
+        let prompt_logprobs = settings.sampling.logprobs.filter(|_| echo);
+        let plain = Request { prompt_logprobs, ..Request::raw(Vec::new(), state.defaults.clone()) };
+        let plain = settings.apply(plain);
         let outline = Outline { answer: grammar, calls: None };
         let constraint = state.engine.compile(&outline, &plain.format);
         let constraint = constraint.map_err(|error| refused(error, "grammar", &[]))?;

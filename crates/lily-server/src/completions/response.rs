@@ -47,8 +47,9 @@ pub(super) struct Choice {
 #[derive(Clone, Debug, Default, Serialize)]
 struct Tokens {
     tokens: Vec<String>,
-    token_logprobs: Vec<f32>,
-    top_logprobs: Vec<Map<String, Value>>,
+    /// `None` for the first token of a prompt.
+    token_logprobs: Vec<Option<f32>>,
+    top_logprobs: Vec<Option<Map<String, Value>>>,
     /// Where each begins in the text, characters.
     text_offset: Vec<usize>,
 }
@@ -104,8 +105,12 @@ impl Choices {
     pub fn of(&mut self, index: usize, piece: Piece) -> Option<Choice> {
         let answer = &mut self.answers[index];
         let (text, finish_reason) = match piece {
+            Piece::PromptToken { id, logprobs } => {
+                answer.token(id, logprobs, &self.tokenizer);
+                return None;
+            }
             Piece::Token { id, logprobs, .. } => {
-                answer.token(id, &logprobs, &self.tokenizer);
+                answer.token(id, Some(logprobs), &self.tokenizer);
                 return None;
             }
             Piece::Delta(Delta::Text(text)) => (text, None),
@@ -120,15 +125,15 @@ impl Choices {
 }
 
 impl Answer {
-    fn token(&mut self, id: u32, logprobs: &Logprobs, tokenizer: &Tokenizer) {
+    fn token(&mut self, id: u32, logprobs: Option<Logprobs>, tokenizer: &Tokenizer) {
         let text = |id: u32| String::from_utf8_lossy(tokenizer.token_bytes(id)).into_owned();
         let tokens = self.tokens.get_or_insert_default();
-        let top = logprobs.top.iter().map(|&(id, logprob)| (text(id), short(logprob.max(LOG_ZERO))));
         let own = text(id);
         tokens.text_offset.push(self.offset);
         self.offset += own.chars().count();
         tokens.tokens.push(own);
-        tokens.token_logprobs.push(logprobs.token.max(LOG_ZERO));
-        tokens.top_logprobs.push(top.collect());
+        tokens.token_logprobs.push(logprobs.as_ref().map(|logprobs| logprobs.token.max(LOG_ZERO)));
+        let entry = |&(id, logprob): &(u32, f32)| (text(id), short(logprob.max(LOG_ZERO)));
+        tokens.top_logprobs.push(logprobs.map(|logprobs| logprobs.top.iter().map(entry).collect()));
     }
 }

@@ -71,14 +71,14 @@ fn parse_schema(fields: &mut Fields<'_>) -> Result<Format, ApiError> {
     Ok((Rule::JsonSchema(schema.clone()), path))
 }
 
-/// The error for a form that can't be held to. `answer` is the path of the answer's; `tools` are the places in the
+/// The error for a form that can't be held to. `answer` is the path of the answer's; `tools` are the paths in the
 /// request of the tools that may be called.
-pub(crate) fn refused(error: ConstraintError, answer: &str, tools: &[usize]) -> ApiError {
+pub(crate) fn refused(error: ConstraintError, answer: &str, tools: &[String]) -> ApiError {
     match error.tool {
         None => ApiError::unsupported(answer, error.problem),
         Some(tool) => {
-            let tool = tools.get(tool).copied().unwrap_or(tool);
-            ApiError::unsupported(format!("tools[{tool}]"), error.problem)
+            let path = tools.get(tool).map_or("tools", String::as_str);
+            ApiError::unsupported(path, error.problem)
         }
     }
 }

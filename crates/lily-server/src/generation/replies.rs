@@ -16,6 +16,8 @@ use crate::metrics::Metrics;
 /// What comes of an answer.
 #[derive(Debug)]
 pub(crate) enum Piece {
+    /// A token of the prompt; the first one has no log-probabilities.
+    PromptToken { id: u32, logprobs: Option<Logprobs> },
     /// A token of what follows.
     Token {
         id: u32,
@@ -98,6 +100,11 @@ impl Replies {
     fn take(&mut self, i: usize, event: Option<Event>) -> Option<Result<Piece, ApiError>> {
         match event {
             Some(Event::Started | Event::Prefill { .. }) => None,
+            Some(Event::PromptToken { id, logprobs }) => Some(Ok(Piece::PromptToken { id, logprobs })),
+            Some(Event::InterToken(time)) => {
+                self.metrics.inter_token(time);
+                None
+            }
             Some(Event::Token { id, logprobs, in_thought }) => {
                 Some(Ok(Piece::Token { id, logprobs, in_thought }))
             }

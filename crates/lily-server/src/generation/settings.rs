@@ -32,6 +32,8 @@ pub(crate) struct Settings {
 pub(crate) struct Names {
     /// Upper bounds of the tokens generated: the lowest holds.
     pub max_tokens: &'static [&'static str],
+    /// The least that these may be.
+    pub least_tokens: i64,
     /// The stop strings.
     pub stop: &'static str,
 }
@@ -42,7 +44,7 @@ impl Settings {
     pub fn parse(fields: &mut Fields<'_>, names: &Names, defaults: &Sampling) -> Result<Self, ApiError> {
         let settings = Self {
             sampling: parse_sampling(fields, defaults)?,
-            max_tokens: parse_max_tokens(fields, names.max_tokens)?,
+            max_tokens: parse_max_tokens(fields, names)?,
             stop: parse_stop(fields, names.stop)?,
             ignore_eos: fields.boolean("ignore_eos")?.unwrap_or(false),
             cache_prompt: fields.boolean("cache_prompt")?.unwrap_or(true),
@@ -118,10 +120,11 @@ fn parse_seed(fields: &mut Fields<'_>) -> Result<Option<u64>, ApiError> {
     seed.map(Some).ok_or_else(|| expected(&path, "a 64-bit integer", value))
 }
 
-fn parse_max_tokens(fields: &mut Fields<'_>, names: &[&'static str]) -> Result<Option<u32>, ApiError> {
+fn parse_max_tokens(fields: &mut Fields<'_>, names: &Names) -> Result<Option<u32>, ApiError> {
     let mut lowest = None;
-    for name in names {
-        let bound = fields.integer(name, 1..=i64::from(u32::MAX))?.map(|tokens| tokens as u32);
+    for name in names.max_tokens {
+        let bound =
+            fields.integer(name, names.least_tokens..=i64::from(u32::MAX))?.map(|tokens| tokens as u32);
         lowest = lowest.into_iter().chain(bound).min();
     }
     Ok(lowest)

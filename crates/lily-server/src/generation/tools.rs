@@ -14,8 +14,8 @@ use crate::fields::{Fields, quote};
 pub(crate) struct Tools {
     /// As the template takes them, in the form of chat completions.
     pub definitions: Vec<Value>,
-    /// Place of each in the request.
-    pub places: Vec<usize>,
+    /// The path of each in the request.
+    pub places: Vec<String>,
     /// Grammars of those that are called with a text, by their names.
     pub grammars: HashMap<String, Rule>,
     pub choice: Choice,
@@ -37,12 +37,12 @@ pub(crate) enum Choice {
 impl Tools {
     /// The tools with the choice among them, which `path` is the place of.
     pub fn new(
-        tools: Vec<(usize, Value)>,
+        tools: Vec<(String, Value)>,
         choice: Choice,
         parallel: bool,
         path: &str,
     ) -> Result<Self, ApiError> {
-        let (places, definitions): (Vec<usize>, Vec<Value>) = tools.into_iter().unzip();
+        let (places, definitions): (Vec<String>, Vec<Value>) = tools.into_iter().unzip();
         let tools = Self { definitions, places, choice, parallel, ..Self::default() };
         match &tools.choice {
             Choice::Required | Choice::Named(_) if tools.definitions.is_empty() => {
@@ -59,9 +59,9 @@ impl Tools {
         }
     }
 
-    /// What calls must be, if anything is asked of them, and the places in the request of the tools that may be
+    /// What calls must be, if anything is asked of them, and the paths in the request of the tools that may be
     /// called. `held`: the answer is held to a form, so that calls beside it must have theirs.
-    pub fn calls(&self, held: bool) -> (Option<Calls>, Vec<usize>) {
+    pub fn calls(&self, held: bool) -> (Option<Calls>, Vec<String>) {
         let callable = |tool: &Value| {
             let function = &tool["function"];
             let name = function["name"].as_str().unwrap_or_default().to_owned();
@@ -69,12 +69,12 @@ impl Tools {
             let tool = Tool { name, parameters: function["parameters"].clone() };
             Callable { tool, strict: function["strict"] == true, text }
         };
-        let all = self.places.iter().zip(self.definitions.iter().map(callable));
+        let all = self.places.iter().cloned().zip(self.definitions.iter().map(callable));
         let chosen = all.filter(|(_, callable)| match &self.choice {
             Choice::Named(name) => callable.tool.name == *name,
             _ => true,
         });
-        let (places, tools): (Vec<usize>, Vec<Callable>) = chosen.unzip();
+        let (places, tools): (Vec<String>, Vec<Callable>) = chosen.unzip();
         let required = matches!(self.choice, Choice::Required | Choice::Named(_));
         let parallel = self.parallel && !matches!(self.choice, Choice::Named(_));
         let is_bound = |tool: &Callable| tool.strict || tool.text.is_some();

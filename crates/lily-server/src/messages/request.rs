@@ -33,7 +33,7 @@ const NO_EFFECT: &[&str] = &[
     "workspace_id",
 ];
 
-const NAMES: Names = Names { max_tokens: &["max_tokens"], stop: "stop_sequences" };
+const NAMES: Names = Names { max_tokens: &["max_tokens"], least_tokens: 1, stop: "stop_sequences" };
 
 /// A request that was understood.
 #[derive(Debug)]
@@ -112,7 +112,7 @@ fn parse_tools(fields: &mut Fields<'_>, warnings: &mut Warnings) -> Result<Tools
         let strict = tool.boolean("strict")?;
         tool.any("cache_control");
         tool.finish();
-        all.push((i, tools::function(name, description, Some(schema), strict)));
+        all.push((format!("tools[{i}]"), tools::function(name, description, Some(schema), strict)));
     }
     let (choice, parallel) = match fields.object("tool_choice")? {
         None => (Choice::Auto, true),

@@ -46,7 +46,7 @@ impl Source for Events {
             match piece {
                 Some(Ok((_, Piece::Delta(delta)))) => self.queue.extend(self.message.add(delta)),
                 Some(Ok((_, Piece::End(finished)))) => self.queue.extend(self.message.end(&finished)),
-                Some(Ok((_, Piece::Token { .. }))) => {}
+                Some(Ok((_, Piece::PromptToken { .. } | Piece::Token { .. }))) => {}
                 Some(Err(error)) => {
                     self.ended = true;
                     self.replies.span.in_scope(|| error.log());

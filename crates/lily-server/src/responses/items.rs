@@ -2,12 +2,16 @@
 
 use serde_json::{Value, json};
 
+use super::tools::full_name;
 use crate::error::ApiError;
 use crate::fields::{Fields, expected, quote};
 use crate::warnings::Warnings;
 
 /// The parameter that carries the input of a custom tool.
 pub(super) const CUSTOM_INPUT: &str = "input";
+
+/// The type of an item that brings tools.
+pub(super) const ADDITIONAL_TOOLS: &str = "additional_tools";
 
 /// Messages, and the path in the request of what each comes from.
 type Messages = (Vec<Value>, Vec<String>);
@@ -87,6 +91,11 @@ impl Conversation {
                 let text = text_of(&item.path("output"), output)?;
                 self.push(place, json!({"role": "tool", "tool_call_id": id, "content": text}));
             }
+            // The model is told all tools at the start of its prompt, wherever they come from.
+            ADDITIONAL_TOOLS => {
+                item.any("role");
+                item.any("tools");
+            }
             "item_reference" => {
                 let problem = "nothing is stored on this server: send the item itself";
                 return Err(ApiError::unsupported(item.path("type"), problem));
@@ -122,6 +131,7 @@ impl Conversation {
     fn call(&mut self, item: &mut Fields<'_>, place: &str, arguments: Value) -> Result<(), ApiError> {
         let id = item.string("call_id")?.ok_or_else(|| item.missing("call_id"))?;
         let name = item.string("name")?.ok_or_else(|| item.missing("name"))?;
+        let name = full_name(item.string("namespace")?, name);
         let function = json!({"name": name, "arguments": arguments});
         let call = json!({"id": id, "type": "function", "function": function});
         let answer = self.answer(place);

@@ -1,11 +1,10 @@
 //! The body of a request, field by field; see `chat_completions/request.rs` for the rules.
 
-use std::collections::HashSet;
-
 use lily_engine::constraint::Rule;
 use lily_engine::request::Sampling;
 use serde_json::{Map, Value, json};
 
+use super::tools::ToolNames;
 use super::{items, tools};
 use crate::error::ApiError;
 use crate::fields::{Fields, OneValue};
@@ -42,7 +41,7 @@ const NO_EFFECT: &[&str] = &[
     "user",
 ];
 
-const NAMES: Names = Names { max_tokens: &["max_output_tokens"], stop: "stop" };
+const NAMES: Names = Names { max_tokens: &["max_output_tokens"], least_tokens: 1, stop: "stop" };
 
 /// What `include` may ask for with effect.
 const LOGPROBS: &str = "message.output_text.logprobs";
@@ -62,8 +61,8 @@ pub(super) struct ResponsesRequest {
 pub(super) struct Told {
     /// Members of the answer.
     pub members: Map<String, Value>,
-    /// Names of the tools whose calls have an input that is no JSON.
-    pub custom: HashSet<String>,
+    /// How calls are told.
+    pub tools: ToolNames,
     /// Thoughts come a second time, in the member that clients keep.
     pub encrypted: bool,
 }
@@ -74,7 +73,7 @@ impl ResponsesRequest {
         let mut fields = Fields::body(body);
         let mut warnings = Warnings::default();
         let (messages, places) = items::parse(&mut fields, &mut warnings)?;
-        let (tools, custom) = tools::parse(&mut fields, &mut warnings)?;
+        let (tools, names) = tools::parse(&mut fields, &mut warnings)?;
         let effort = parse_effort(&mut fields)?;
         let mut thinking = Thinking::parse(&mut fields, &[("reasoning.effort", effort)], None)?;
         thinking.keep_thoughts();
@@ -89,7 +88,7 @@ impl ResponsesRequest {
         let encrypted = include.contains(&ENCRYPTED);
         fields.settle(ONE_VALUE, NO_EFFECT)?;
         let members = members(body, model, &settings, format.as_ref());
-        let told = Told { members, custom, encrypted };
+        let told = Told { members, tools: names, encrypted };
         Ok(Self {
             turn: Turn { messages, places, tools, thinking, settings, format },
             told,

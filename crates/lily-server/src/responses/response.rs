@@ -111,7 +111,7 @@ impl Answer {
         };
         arguments.push_str(fragment);
         // The input of a custom tool is inside its JSON: it is told when that is complete.
-        if self.told.custom.contains(name) {
+        if self.told.tools.custom.contains(name) {
             return Vec::new();
         }
         vec![self.of_item(json!({"type": "response.function_call_arguments.delta", "delta": fragment}))]
@@ -236,13 +236,19 @@ impl Answer {
                 json!({"id": id, "type": "message", "role": "assistant", "status": status,
                                            "content": parts(kind.part())})
             }
-            Kind::Call { call_id, name, arguments } if self.told.custom.contains(name) => {
-                json!({"id": id, "type": "custom_tool_call", "call_id": call_id, "name": name,
-                       "input": custom_input(arguments), "status": status})
-            }
             Kind::Call { call_id, name, arguments } => {
-                json!({"id": id, "type": "function_call", "call_id": call_id, "name": name,
-                       "arguments": arguments, "status": status})
+                let (namespace, plain) = self.told.tools.split(name);
+                let mut call = if self.told.tools.custom.contains(name) {
+                    json!({"id": id, "type": "custom_tool_call", "call_id": call_id, "name": plain,
+                           "input": custom_input(arguments), "status": status})
+                } else {
+                    json!({"id": id, "type": "function_call", "call_id": call_id, "name": plain,
+                           "arguments": arguments, "status": status})
+                };
+                if let Some(namespace) = namespace {
+                    call["namespace"] = namespace.into();
+                }
+                call
             }
         }
     }
@@ -275,16 +281,19 @@ impl Kind {
             Self::Message { text, logprobs } => {
                 vec![json!({"type": "response.output_text.done", "text": text, "logprobs": logprobs})]
             }
-            Self::Call { name, arguments, .. } if told.custom.contains(name) => {
+            Self::Call { name, arguments, .. } if told.tools.custom.contains(name) => {
                 let input = custom_input(arguments);
                 vec![
                     json!({"type": "response.custom_tool_call_input.delta", "delta": input}),
                     json!({"type": "response.custom_tool_call_input.done", "input": input}),
                 ]
             }
-            Self::Call { name, arguments, .. } => vec![
-                json!({"type": "response.function_call_arguments.done", "name": name, "arguments": arguments}),
-            ],
+            Self::Call { name, arguments, .. } => {
+                let (_, name) = told.tools.split(name);
+                vec![
+                    json!({"type": "response.function_call_arguments.done", "name": name, "arguments": arguments}),
+                ]
+            }
         }
     }
 }

@@ -43,6 +43,7 @@ impl Source for Events {
                 break;
             };
             match piece {
+                Some(Ok((_, Piece::PromptToken { .. }))) => {}
                 Some(Ok((_, Piece::Token { id, logprobs, in_thought }))) => {
                     self.answer.token(id, &logprobs, in_thought);
                 }

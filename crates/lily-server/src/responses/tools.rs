@@ -5,49 +5,122 @@ use std::collections::{HashMap, HashSet};
 use lily_engine::constraint::Rule;
 use serde_json::{Map, Value, json};
 
-use super::items::CUSTOM_INPUT;
+use super::items::{ADDITIONAL_TOOLS, CUSTOM_INPUT};
 use crate::error::ApiError;
 use crate::fields::{Fields, expected, quote};
 use crate::generation::format::parse_definition;
 use crate::generation::tools::{Choice, Tools, function, parse_name};
 use crate::warnings::Warnings;
 
-/// `tools`, `tool_choice` and `parallel_tool_calls`; with the names of the custom tools, which the model sees as
-/// functions of one text. Kinds that are not known here are the client's to do without.
+/// How calls of the tools are told, by the names that the model knows the tools by.
+#[derive(Debug, Default)]
+pub(super) struct ToolNames {
+    /// Those whose calls have an input that is no JSON.
+    pub custom: HashSet<String>,
+    /// The namespaces of those that are in one.
+    namespaces: HashMap<String, String>,
+}
+
+impl ToolNames {
+    /// Namespace and name of a tool.
+    pub fn split<'a>(&'a self, name: &'a str) -> (Option<&'a str>, &'a str) {
+        let namespace = self.namespaces.get(name).map(String::as_str);
+        let inside = namespace.and_then(|space| name.strip_prefix(space)?.strip_prefix('.'));
+        (namespace, inside.unwrap_or(name))
+    }
+}
+
+/// What the model calls a tool.
+pub(super) fn full_name(namespace: Option<&str>, name: &str) -> String {
+    namespace.map_or_else(|| name.to_owned(), |namespace| format!("{namespace}.{name}"))
+}
+
+/// `tools`, those that items of the input bring, `tool_choice` and `parallel_tool_calls`.
 pub(super) fn parse(
     fields: &mut Fields<'_>,
     warnings: &mut Warnings,
-) -> Result<(Tools, HashSet<String>), ApiError> {
-    let (mut all, mut custom, mut grammars) = (Vec::new(), HashSet::new(), HashMap::new());
-    for (i, tool) in fields.array("tools")?.unwrap_or_default().iter().enumerate() {
-        let mut tool = Fields::nested(format!("tools[{i}]"), tool)?;
-        match tool.string("type")?.ok_or_else(|| tool.missing("type"))? {
-            "function" => {
-                let name = parse_name(&mut tool)?;
-                let description = tool.string("description")?;
-                let parameters = tool.map("parameters")?;
-                all.push((i, function(name, description, parameters, tool.boolean("strict")?)));
-            }
-            "custom" => {
-                let name = parse_name(&mut tool)?;
-                let description = tool.string("description")?;
-                let (parameters, grammar) = custom_input(&mut tool)?;
-                all.push((i, function(name, description, Some(&parameters), None)));
-                custom.insert(name.to_owned());
-                grammars.extend(grammar.map(|grammar| (name.to_owned(), grammar)));
-            }
-            kind => {
-                let why = format!("tools of type {} are not known", quote(&kind.into()));
-                warnings.ignored(&tool.path("type"), &why);
-                continue;
-            }
-        }
-        tool.finish();
+) -> Result<(Tools, ToolNames), ApiError> {
+    let mut all = Definitions::default();
+    all.add_from(fields, None, warnings)?;
+    let items = fields.any("input").and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
+    for (i, item) in items.iter().enumerate().filter(|(_, item)| item["type"] == ADDITIONAL_TOOLS) {
+        all.add_from(&mut Fields::nested(format!("input[{i}]"), item)?, None, warnings)?;
     }
     let choice = parse_choice(fields)?;
     let parallel = fields.boolean("parallel_tool_calls")?.unwrap_or(true);
-    let tools = Tools::new(all, choice, parallel, "tool_choice")?;
-    Ok((Tools { grammars, ..tools }, custom))
+    let tools = Tools::new(all.functions, choice, parallel, "tool_choice")?;
+    Ok((Tools { grammars: all.grammars, ..tools }, all.names))
+}
+
+/// Tools as functions. A custom tool is one of one text.
+#[derive(Default)]
+struct Definitions {
+    /// Each with its path in the request.
+    functions: Vec<(String, Value)>,
+    grammars: HashMap<String, Rule>,
+    names: ToolNames,
+}
+
+impl Definitions {
+    /// Adds `tools` of a request, an item or a namespace, whose name and description are given.
+    fn add_from(
+        &mut self,
+        fields: &mut Fields<'_>,
+        namespace: Option<(&str, &str)>,
+        warnings: &mut Warnings,
+    ) -> Result<(), ApiError> {
+        for (i, tool) in fields.array("tools")?.unwrap_or_default().iter().enumerate() {
+            let place = format!("{}[{i}]", fields.path("tools"));
+            let tool = Fields::nested(place.clone(), tool)?;
+            self.add(place, namespace, tool, warnings)?;
+        }
+        Ok(())
+    }
+
+    /// Adds one. Kinds that are not known here are the client's to do without.
+    fn add(
+        &mut self,
+        place: String,
+        namespace: Option<(&str, &str)>,
+        mut tool: Fields<'_>,
+        warnings: &mut Warnings,
+    ) -> Result<(), ApiError> {
+        let kind = tool.string("type")?.ok_or_else(|| tool.missing("type"))?;
+        match kind {
+            "namespace" if namespace.is_none() => {
+                let name = parse_name(&mut tool)?;
+                let description = tool.string("description")?.unwrap_or_default();
+                self.add_from(&mut tool, Some((name, description)), warnings)?;
+                tool.finish();
+                return Ok(());
+            }
+            "function" | "custom" => {}
+            kind => {
+                let why = format!("tools of type {} are not known", quote(&kind.into()));
+                warnings.ignored(&tool.path("type"), &why);
+                return Ok(());
+            }
+        }
+        let name = full_name(namespace.map(|(name, _)| name), parse_name(&mut tool)?);
+        let own = tool.string("description")?.map(str::to_owned);
+        // The model knows no namespaces: what is said of one is said of each of its tools.
+        let description = match namespace {
+            Some((_, of_all)) => Some(format!("{of_all}\n\n{}", own.unwrap_or_default()).trim().to_owned()),
+            None => own,
+        };
+        let definition = if kind == "custom" {
+            let (parameters, grammar) = custom_input(&mut tool)?;
+            self.names.custom.insert(name.clone());
+            self.grammars.extend(grammar.map(|grammar| (name.clone(), grammar)));
+            function(&name, description.as_deref(), Some(&parameters), None)
+        } else {
+            function(&name, description.as_deref(), tool.map("parameters")?, tool.boolean("strict")?)
+        };
+        self.functions.push((place, definition));
+        self.names.namespaces.extend(namespace.map(|(namespace, _)| (name, namespace.to_owned())));
+        tool.finish();
+        Ok(())
+    }
 }
 
 /// The schema of a function that stands for a custom tool, and the grammar of its input. The model is told it too.

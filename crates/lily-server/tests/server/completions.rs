@@ -63,7 +63,9 @@ async fn prompts_are_texts_or_tokens() {
         (json!({"prompt": ""}), "prompt"),
         (json!({"prompt": "a", "grammar": "x"}), "grammar"),
         (json!({"prompt": "a", "best_of": 3}), "best_of"),
-        (json!({"prompt": "a", "echo": true, "logprobs": 1}), "echo"),
+        (json!({"prompt": "a", "echo": true, "logprobs": 1, "suffix": "b"}), "echo"),
+        (json!({"prompt": "a", "echo": true, "max_tokens": 0}), "max_tokens"),
+        (json!({"prompt": "a", "logprobs": 1, "max_tokens": 0}), "max_tokens"),
         (json!({"prompt": "a", "suffix": "b"}), "suffix"),
     ] {
         let answer = post(server.address, PATH, &body).await;
@@ -95,10 +97,43 @@ async fn log_probabilities_come_in_columns() {
         let column = |name: &str| -> Vec<Value> {
             lists.iter().flat_map(|list| list[name].as_array().unwrap().clone()).collect()
         };
-        assert_eq!(column("tokens"), ["a", "\u{FFFD}", "\u{FFFD}"]);
-        assert_eq!(column("text_offset"), [0, 1, 2]);
+        assert_eq!(column("tokens"), ["a", "\u{FFFD}", "\u{FFFD}", "<|im_end|>"]);
+        assert_eq!(column("text_offset"), [0, 1, 2, 3]);
         assert!(column("token_logprobs").iter().all(|logprob| logprob.as_f64().unwrap() <= 0.0));
         assert!(column("top_logprobs").iter().all(|top| !top.as_object().unwrap().is_empty()));
+    }
+}
+
+/// As lm-evaluation-harness asks: it leaves out the column of the one generated token, whatever that is.
+#[tokio::test]
+async fn an_echo_has_log_probabilities() {
+    let server = TestServer::start(Script::new().reply("").cache(4096)).await;
+    for max_tokens in [0, 1] {
+        let prompts = json!([tokens("abc"), tokens("xy"), tokens("abc")]);
+        let body = json!({"prompt": prompts, "echo": true, "logprobs": 20, "max_tokens": max_tokens});
+        let answer = post(server.address, PATH, &body).await;
+        assert_eq!(answer.status, 200, "{}", answer.text());
+        let answer = answer.json();
+        for (choice, text) in answer["choices"].as_array().unwrap().iter().zip(["abc", "xy", "abc"]) {
+            assert_eq!(choice["text"], text);
+            let column = |name: &str| choice["logprobs"][name].as_array().unwrap().clone();
+            let mut spelled: Vec<String> = text.chars().map(String::from).collect();
+            spelled.extend((max_tokens == 1).then(|| "<|im_end|>".to_owned()));
+            assert_eq!(column("tokens"), spelled);
+            assert_eq!(column("text_offset"), (0..spelled.len()).collect::<Vec<usize>>());
+            let (own, top) = (column("token_logprobs"), column("top_logprobs"));
+            assert_eq!((own.len(), top.len()), (spelled.len(), spelled.len()));
+            assert_eq!((&own[0], &top[0]), (&Value::Null, &Value::Null));
+            for i in 1..text.len() {
+                let top = top[i].as_object().unwrap();
+                let most = top.values().filter_map(Value::as_f64).fold(f64::NEG_INFINITY, f64::max);
+                let logprob = own[i].as_f64().unwrap();
+                assert!(logprob < 0.0 && logprob <= most, "{choice}");
+                assert!(top.get(&spelled[i]).is_none_or(|same| same == &own[i]), "{choice}");
+            }
+        }
+        assert_eq!(answer["choices"][0]["logprobs"], answer["choices"][2]["logprobs"]);
+        assert_eq!(answer["usage"]["prompt_tokens_details"]["cached_tokens"], 0);
     }
 }
 

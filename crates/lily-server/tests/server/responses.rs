@@ -192,6 +192,59 @@ async fn a_custom_tool_is_held_to_its_grammar() {
     assert_eq!(post(server.address, PATH, &body).await.error(400, "unsupported_value")["param"], "tools[0]");
 }
 
+#[tokio::test]
+async fn tools_in_a_namespace_are_called_by_both_names() {
+    let words = CUSTOM.replace("patch", "files.patch");
+    let calls = format!("{}\n{words}", CALL.replace("look", "files.look"));
+    let server = TestServer::start(Script::new().reply(&format!("x</think>{calls}"))).await;
+    let tools = json!([{"type": "namespace", "name": "files", "description": "Of files.", "tools": tools()}]);
+    let body = ask(json!({"tools": tools}));
+    let whole = plain(&post(server.address, PATH, &body).await);
+    let named = |item: &Value| json!([item["type"], item["namespace"], item["name"]]);
+    assert_eq!(named(&whole["output"][1]), json!(["function_call", "files", "look"]));
+    assert_eq!(named(&whole["output"][2]), json!(["custom_tool_call", "files", "patch"]));
+    let events = streamed(&server, &body).await;
+    let done = events.iter().find(|event| event["type"] == "response.function_call_arguments.done").unwrap();
+    assert_eq!(done["name"], "look");
+    // The model reads functions of the full names, and its calls as it wrote them.
+    let mut input = vec![json!({"role": "user", "content": "Well?"})];
+    input.extend(whole["output"].as_array().unwrap().clone());
+    let next = plain(&post(server.address, PATH, &json!({"input": &input, "tools": tools})).await);
+    let parameters = [
+        tools[0]["tools"][0]["parameters"].clone(),
+        json!({"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}),
+    ];
+    let chat = json!({
+        "chat_template_kwargs": {"preserve_thinking": true},
+        "tools": [
+            {"type": "function", "function":
+                {"name": "files.look", "description": "Of files.", "parameters": parameters[0]}},
+            {"type": "function", "function":
+                {"name": "files.patch", "description": "Of files.\n\nPatch.", "parameters": parameters[1]}},
+        ],
+        "messages": [
+            {"role": "user", "content": "Well?"},
+            {"role": "assistant", "content": "", "reasoning_content": "x", "tool_calls": [
+                {"type": "function", "function": {"name": "files.look", "arguments": {"at": "the sky"}}},
+                {"type": "function", "function":
+                    {"name": "files.patch", "arguments": {"input": "*** Begin\n{\"x\": 1}"}}}]},
+        ],
+    });
+    let count = plain(&post(server.address, "/tokenize", &chat).await)["count"].clone();
+    assert_eq!(next["usage"]["input_tokens"], count);
+    // They may come in an item of the input.
+    let item = |tools: &Value| json!({"type": "additional_tools", "role": "developer", "tools": tools});
+    input.insert(0, item(&tools));
+    let from_item = post(server.address, PATH, &json!({"input": input})).await;
+    assert_eq!(from_item.header("x-lily-warning"), None);
+    assert_eq!(anonymous(plain(&from_item))["output"], anonymous(next.clone())["output"]);
+    assert_eq!(plain(&from_item)["usage"]["input_tokens"], next["usage"]["input_tokens"]);
+    let broken = json!([{"type": "custom", "name": "f", "format":
+        {"type": "grammar", "syntax": "lark", "definition": "start: nothing"}}]);
+    let refused = post(server.address, PATH, &json!({"input": [item(&broken), input[1]]})).await;
+    assert_eq!(refused.error(400, "unsupported_value")["param"], "input[0].tools[0]");
+}
+
 /// The shape of what Codex sends.
 #[tokio::test]
 async fn an_agents_request_is_taken_as_it_is() {
@@ -206,7 +259,7 @@ async fn an_agents_request_is_taken_as_it_is() {
             {"type": "function", "name": "shell", "strict": false, "parameters": {"type": "object", "properties": {}}},
             {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark", "definition": "start: \"x\""}},
             {"type": "web_search", "external_web_access": false},
-            {"type": "namespace", "name": "n", "tools": []},
+            {"type": "namespace", "name": "n", "description": "", "tools": [{"type": "tool_search"}]},
             {"type": "local_shell"},
         ],
         "input": [
@@ -229,7 +282,7 @@ async fn an_agents_request_is_taken_as_it_is() {
     assert_eq!(whole["output"][1]["content"][0]["text"], "Yes.");
     let warnings: Vec<&str> =
         answer.headers.iter().filter(|(name, _)| name == "x-lily-warning").map(|(_, v)| v.as_str()).collect();
-    for path in ["tools[2].type", "tools[3].type", "tools[4].type", "input[11]"] {
+    for path in ["tools[2].type", "tools[3].tools[0].type", "tools[4].type", "input[11]"] {
         assert!(warnings.iter().any(|warning| warning.starts_with(path)), "{path}: {warnings:?}");
     }
     assert_eq!(warnings.len(), 4, "{warnings:?}");

@@ -1,10 +1,10 @@
-//! The tests in `tests/clients`: official client packages and curl against real servers.
+//! The tests in `tests/clients`: real clients against real servers.
 
 use std::path::Path;
 use std::process::Command;
 
 #[test]
-#[ignore = "needs a Python environment: ./test makes it and runs this"]
+#[ignore = "needs packages of Python and Node: ./test installs them and runs this"]
 fn clients_in_python() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap();
     let pytest = root.join(".venv/bin/pytest");

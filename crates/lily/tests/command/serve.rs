@@ -1,9 +1,12 @@
+use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::process::{Child, Stdio};
 use std::time::Duration;
 
-use crate::{assert_refused, lily, output};
+use serde_json::{Value, json};
+
+use crate::{assert_refused, lily, output, path, stdout};
 
 /// A server on a free port.
 pub struct Server {
@@ -61,6 +64,27 @@ fn it_answers_where_it_says_it_listens() {
     let body = r#"{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}"#;
     let reply = server.answer("POST", "/v1/chat/completions", "", body);
     assert!(reply.starts_with("HTTP/1.1 200") && reply.contains("\"completion_tokens\":3"), "{reply}");
+}
+
+/// Scoring a text as evaluation harnesses do gives the numbers of the command for it.
+#[test]
+fn echoed_log_probabilities_are_those_of_eval() {
+    let server = Server::start(&["--ctx-size", "512"]);
+    let text = "Once upon a time there was a fox who lived by the river. ".repeat(8);
+    let body = json!({"prompt": text, "echo": true, "logprobs": 0, "max_tokens": 0}).to_string();
+    let answer = server.answer("POST", "/v1/completions", "", &body);
+    let answer: Value = serde_json::from_str(answer.split_once("\r\n\r\n").unwrap().1).unwrap();
+    let logprobs = answer["choices"][0]["logprobs"]["token_logprobs"].as_array().unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("text.txt");
+    fs::write(&file, &text).unwrap();
+    let eval: Value =
+        serde_json::from_str(stdout(&output(&["eval", "--json", "--text", path(&file)]))).unwrap();
+    assert!(logprobs.len() > 65, "more than one step reads it");
+    assert_eq!((&logprobs[0], &eval["tokens"]), (&Value::Null, &json!(logprobs.len() - 1)));
+    let sum: f64 = logprobs[1..].iter().map(|logprob| logprob.as_f64().unwrap()).sum();
+    let (mean, expected) = (-sum / (logprobs.len() - 1) as f64, eval["nll_per_token"].as_f64().unwrap());
+    assert!((mean - expected).abs() < 1e-4, "{mean} and {expected}");
 }
 
 #[test]
