@@ -18,8 +18,8 @@ use tower_http::catch_panic::CatchPanicLayer;
 use crate::error::ApiError;
 use crate::metrics::Metrics;
 use crate::{
-    auth, body, chat_completions, completions, health, host, messages, metrics, models, responses, tokenize,
-    trace,
+    auth, body, chat_completions, completions, health, host, messages, metrics, models, openapi, responses,
+    tokenize, trace,
 };
 
 /// Everything a request may need. Shared by all connections.
@@ -102,6 +102,7 @@ pub fn router(state: Arc<ServerState>, local: bool) -> Router {
         .route_layer(key());
     let routes = Router::new()
         .route("/health", get(health::health))
+        .route("/openapi.json", get(openapi::document))
         .merge(keyed)
         .merge(anthropic)
         .fallback(not_found)

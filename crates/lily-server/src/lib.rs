@@ -17,6 +17,7 @@ mod host;
 mod messages;
 pub mod metrics;
 mod models;
+mod openapi;
 mod responses;
 pub mod serve;
 mod sse;

@@ -215,7 +215,7 @@ mod tests {
             ("web_search_options", json!({})),
         ];
         let parse = |fields| parse(fields).map(|request| format!("{request:?}"));
-        check_fields(parse, NO_EFFECT, &fields);
+        check_fields("ChatCompletionRequest", parse, NO_EFFECT, &fields);
     }
 
     #[test]

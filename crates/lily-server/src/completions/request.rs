@@ -210,6 +210,6 @@ mod tests {
             ("top_p", json!(0.5)),
             ("user", json!("u")),
         ];
-        check_fields(parse, NO_EFFECT, &fields);
+        check_fields("CompletionRequest", parse, NO_EFFECT, &fields);
     }
 }
