@@ -15,8 +15,10 @@ use lily_model::template::ChatTemplate;
 use lily_model::tokenizer::Tokenizer;
 use tower_http::catch_panic::CatchPanicLayer;
 
+use crate::cors::{self, Origin};
 use crate::error::ApiError;
 use crate::metrics::Metrics;
+use crate::tls::Tls;
 use crate::{
     auth, body, chat_completions, completions, health, host, messages, metrics, models, openapi, responses,
     tokenize, trace,
@@ -38,6 +40,10 @@ pub struct ServerState {
     pub api_key: Option<String>,
     /// Names beside those of this machine to which requests may be addressed, where only it can reach the server.
     pub hosts: Vec<String>,
+    /// Web pages from elsewhere that may read answers; empty: none.
+    pub origins: Vec<Origin>,
+    /// What connections are encrypted with, if they are.
+    pub tls: Option<Tls>,
     /// What is counted.
     pub metrics: Metrics,
     /// When the model was loaded, seconds since 1970.
@@ -53,6 +59,10 @@ pub struct Limits {
     pub body_bytes: usize,
     /// Longest time a body may take to arrive.
     pub body_time: Duration,
+    /// Longest head of a request, bytes.
+    pub head_bytes: usize,
+    /// Most header lines of a request.
+    pub headers: usize,
     /// Longest time the head of a request may take to arrive, counted from the end of the previous one.
     pub head_time: Duration,
     /// Longest time that a client may take nothing of an answer that waits for it.
@@ -69,6 +79,9 @@ impl Default for Limits {
             // The longest context, 262,144 tokens, is about 1 MB of English text.
             body_bytes: 8 << 20,
             body_time: Duration::from_secs(30),
+            // Keys, cookies and traces take a few hundred bytes each.
+            head_bytes: 64 << 10,
+            headers: 100,
             head_time: Duration::from_secs(30),
             write_time: Duration::from_secs(60),
             keep_alive: Duration::from_secs(15),
@@ -111,6 +124,11 @@ pub fn router(state: Arc<ServerState>, local: bool) -> Router {
     let routes = match local {
         true => routes.layer(from_fn_with_state(Arc::clone(&state), host::check)),
         false => routes,
+    };
+    // Outside of the key: a browser asks without one whether it may send one.
+    let routes = match state.origins.as_slice() {
+        [] => routes,
+        origins => routes.layer(cors::layer(origins)),
     };
     with_layers(routes.layer(from_fn_with_state(state, metrics::count)))
 }

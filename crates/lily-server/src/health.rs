@@ -9,13 +9,14 @@ use axum::response::{IntoResponse, Response};
 use serde::Serialize;
 
 use crate::app::ServerState;
+use crate::error::without_paths;
 
 #[derive(Serialize)]
 struct Health<'a> {
     /// `ok` or `stopped`.
     status: &'static str,
     /// Why the engine stopped.
-    reason: Option<&'a str>,
+    reason: Option<String>,
     model: &'a str,
     context_length: u32,
     running: usize,
@@ -39,7 +40,7 @@ pub(crate) async fn health(State(state): State<Arc<ServerState>>) -> Response {
     let code = if engine.stopped.is_some() { StatusCode::SERVICE_UNAVAILABLE } else { StatusCode::OK };
     let health = Health {
         status: if engine.stopped.is_some() { "stopped" } else { "ok" },
-        reason: engine.stopped.as_deref(),
+        reason: engine.stopped.as_deref().map(without_paths),
         model: &state.model,
         context_length: engine.context,
         running: engine.running,

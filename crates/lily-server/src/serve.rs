@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::serve::Listener;
+use hyper::rt::{Read, Write};
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
@@ -80,7 +81,7 @@ pub async fn serve(
     let (stop, stopped) = watch::channel(());
     let mut connections = JoinSet::new();
     accept(listener, &mut connections, shutdown, |stream| {
-        serve_connection(stream, router.clone(), state.limits.clone(), stopped.clone())
+        serve_stream(stream, router.clone(), Arc::clone(&state), stopped.clone())
     })
     .await;
 
@@ -120,12 +121,13 @@ async fn accept<F: Future<Output = ()> + Send + 'static>(
     }
 }
 
-async fn serve_connection(
+async fn serve_stream(
     stream: TcpStream,
     router: Router,
-    limits: Limits,
-    mut stopped: watch::Receiver<()>,
+    state: Arc<ServerState>,
+    stopped: watch::Receiver<()>,
 ) {
+    let limits = state.limits.clone();
     // Tokens are small: each must leave at once.
     if let Err(error) = stream.set_nodelay(true) {
         tracing::debug!(%error, "TCP_NODELAY could not be set");
@@ -133,11 +135,30 @@ async fn serve_connection(
     // A client that takes nothing holds what is written for it, and its answer goes on for nobody.
     let mut stream = TimeoutStream::new(stream);
     stream.set_write_timeout(Some(limits.write_time));
+    let stream = Box::pin(stream);
+    let Some(tls) = &state.tls else {
+        return serve_connection(TokioIo::new(stream), router, limits, stopped).await;
+    };
+    match timeout(limits.head_time, tls.0.accept(stream)).await {
+        Ok(Ok(stream)) => serve_connection(TokioIo::new(stream), router, limits, stopped).await,
+        Ok(Err(error)) => tracing::debug!(%error, "no TLS connection"),
+        Err(_) => tracing::debug!("no TLS connection: the client does not go on"),
+    }
+}
+
+async fn serve_connection(
+    stream: impl Read + Write + Unpin + Send + 'static,
+    router: Router,
+    limits: Limits,
+    mut stopped: watch::Receiver<()>,
+) {
     let service = TowerToHyperService::new(router);
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(limits.head_time)
-        .serve_connection(TokioIo::new(Box::pin(stream)), service);
+        .max_buf_size(limits.head_bytes)
+        .max_headers(limits.headers)
+        .serve_connection(stream, service);
     let mut connection = pin!(connection);
     let result = tokio::select! {
         result = connection.as_mut() => result,

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use clap::{Parser, Subcommand, ValueEnum};
+use lily_server::cors::Origin;
 
 /// Runs Qwen3.6-35B-A3B and models of its family, from files on this machine.
 #[derive(Debug, Parser)]
@@ -196,6 +197,16 @@ pub struct Serve {
     /// Take requests that are addressed to this name too, say of a proxy on this machine; may be given several times
     #[arg(long, value_name = "NAME")]
     pub allow_host: Vec<String>,
+    /// Let web pages from this origin, say https://app.example, use the server; * stands for all. May be given several
+    /// times. Default: none
+    #[arg(long, value_name = "ORIGIN")]
+    pub cors_origin: Vec<Origin>,
+    /// Encrypt connections (TLS): the server's certificate, followed by those that vouch for it, in PEM form
+    #[arg(long, requires = "tls_key", value_name = "FILE")]
+    pub tls_cert: Option<PathBuf>,
+    /// The certificate's private key, in PEM form
+    #[arg(long, requires = "tls_cert", value_name = "FILE")]
+    pub tls_key: Option<PathBuf>,
     /// Requests worked on side by side; memory is set aside for as many sequences of full length
     #[arg(long, default_value_t = 4, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256))]
     pub max_sequences: u32,

@@ -53,7 +53,12 @@ impl Script {
 
     /// The last reply breaks off after so many tokens: the device fails.
     pub fn device_fails_after(self, tokens: usize) -> Self {
-        self.break_off(tokens, Act::Fail("unplugged".to_owned()))
+        self.device_says_after(tokens, "unplugged")
+    }
+
+    /// As that, in these words.
+    pub fn device_says_after(self, tokens: usize, message: &str) -> Self {
+        self.break_off(tokens, Act::Fail(message.to_owned()))
     }
 
     fn break_off(mut self, tokens: usize, act: Act) -> Self {
@@ -121,6 +126,8 @@ impl TestServer {
             defaults: greedy(),
             api_key: None,
             hosts: Vec::new(),
+            origins: Vec::new(),
+            tls: None,
             metrics: Metrics::new("scripted").unwrap(),
             created: unix_time(),
             limits: Limits::default(),

@@ -14,3 +14,4 @@ mod lifecycle;
 mod messages;
 mod responses;
 mod several;
+mod tls;

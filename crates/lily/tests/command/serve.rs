@@ -1,9 +1,10 @@
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::path::Path;
 use std::process::{Child, Stdio};
 use std::time::Duration;
 
-use crate::{assert_refused, lily, output};
+use crate::{RANDOM, assert_refused, lily, output};
 
 /// A server on a free port.
 pub struct Server {
@@ -88,4 +89,38 @@ fn other_machines_are_not_served_without_a_key() {
     assert_refused(&done, 2, &["0.0.0.0 can be reached from other machines", "--api-key", "--insecure"]);
     let done = output(&["serve", "--port", "0", "--api-key", " "]);
     assert_refused(&done, 2, &["the API key is empty"]);
+}
+
+#[test]
+fn what_can_not_be_meant_is_refused() {
+    let done = output(&["serve", "--port", "0", "--tls-cert", "cert.pem"]);
+    assert_refused(&done, 2, &["--tls-key"]);
+    let done = output(&["serve", "--port", "0", "--cors-origin", "https://app.example/page"]);
+    assert_refused(&done, 2, &["--cors-origin", "without a path"]);
+    let pair = ["--tls-cert", "absent.pem", "--tls-key", "absent.pem"];
+    let done = output(&[&["serve", "--port", "0"][..], &pair].concat());
+    assert_refused(&done, 1, &["absent.pem", "certificates"]);
+}
+
+#[test]
+fn no_answer_tells_where_the_model_is() {
+    let server = Server::start(&["--model", &RANDOM, "--ctx-size", "256"]);
+    let folder = Path::new(&*RANDOM).parent().unwrap().to_str().unwrap();
+    let chat = "/v1/chat/completions";
+    for (method, path, body) in [
+        ("GET", "/health", ""),
+        ("GET", "/metrics", ""),
+        ("GET", "/openapi.json", ""),
+        ("GET", "/v1/models", ""),
+        ("GET", "/v1/models/absent", ""),
+        ("GET", "/nowhere", ""),
+        ("POST", chat, "{"),
+        ("POST", chat, r#"{"messages": [{"role": "tool", "content": "x"}]}"#),
+        ("POST", chat, r#"{"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}"#),
+        ("POST", chat, r#"{"messages": [{"role": "user", "content": "x"}], "grammar": "start: /x"}"#),
+        ("POST", "/v1/messages", r#"{"messages": 3}"#),
+    ] {
+        let answer = server.answer(method, path, "", body);
+        assert!(answer.starts_with("HTTP/1.1 ") && !answer.contains(folder), "{method} {path}: {answer}");
+    }
 }
