@@ -67,6 +67,30 @@ def test_a_tool_loop(scripted):
     assert second.content[-1].text == "It is sunny in Brno."
 
 
+@pytest.mark.parametrize("thinking", [{"type": "disabled"}, {"type": "adaptive", "display": "omitted"}])
+def test_an_agents_next_turn_reads_only_what_is_new(lily, thinking):
+    weather = {**WEATHER, "description": "Get the current weather"}
+    messages = [{"role": "user", "content": f"What is the weather in Madrid? {thinking['type']}"}]
+    asked = {"model": "lily", "max_tokens": 300, "tools": [weather], "thinking": thinking}
+
+    def turn(number):
+        system = [f"x-anthropic-billing-header: cch={number};", "You are a careful assistant."]
+        blocks = [{"type": "text", "text": text} for text in system]
+        return lily.anthropic().messages.create(
+            **asked, system=blocks, messages=messages, extra_body={"temperature": 0},
+            tool_choice={"type": "any", "disable_parallel_tool_use": True},
+        )
+
+    first = turn(1)
+    assert first.stop_reason == "tool_use"
+    result = {"type": "tool_result", "tool_use_id": first.content[-1].id, "content": '{"temperature": 21}'}
+    messages += [{"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+    second = turn(2).usage
+    read_before = first.usage.input_tokens + first.usage.cache_read_input_tokens + first.usage.output_tokens
+    # All of the prompt and of the reply to it, but for the token that was drawn last.
+    assert second.cache_read_input_tokens == read_before - 1
+
+
 def test_errors_are_those_of_the_package(lily, lily_with_key):
     with pytest.raises(anthropic.BadRequestError) as caught:
         lily.anthropic().messages.create(**{**ASK, "messages": []})

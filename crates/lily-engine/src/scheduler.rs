@@ -243,6 +243,11 @@ impl Engine {
         Ok(Generation { events })
     }
 
+    /// Requests that may be open at once, running and waiting.
+    pub fn places(&self) -> usize {
+        self.inner.max_open
+    }
+
     /// A snapshot of the engine's counters; never blocks on the device.
     pub fn status(&self) -> Status {
         let shared = &*self.inner.shared;

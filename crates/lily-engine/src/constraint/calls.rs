@@ -7,10 +7,11 @@
 use std::fmt::Write;
 
 use lily_model::tokenizer::Tokenizer;
+use llguidance::api::GrammarWithLexer;
 use serde_json::{Map, Value};
 
 use super::lark::{literal, regex};
-use super::{ConstraintError, settled};
+use super::{ConstraintError, Rule, settled};
 use crate::output::{Types, tags};
 use crate::request::Tool;
 
@@ -32,6 +33,8 @@ pub struct Callable {
     pub tool: Tool,
     /// What the schema says and can't be held to is an error. Otherwise it is passed over.
     pub strict: bool,
+    /// What the tool's one parameter must be: text, whatever the schema says.
+    pub text: Option<Rule>,
 }
 
 /// How deep schemas are looked into; deeper, a value is any text.
@@ -41,12 +44,8 @@ const MAX_DEPTH: usize = 16;
 const ANNOTATIONS: [&str; 9] =
     ["$comment", "default", "deprecated", "description", "examples", "nullable", "readOnly", "title", "type"];
 
-/// A JSON schema inside the grammar, and where it comes from.
-pub(super) struct Part {
-    pub tool: usize,
-    pub path: String,
-    pub schema: Value,
-}
+/// Tells whether a grammar can be compiled on its own, and why not.
+type Check<'a> = &'a dyn Fn(GrammarWithLexer) -> Result<(), String>;
 
 /// The grammar of calls.
 pub(super) struct Markup {
@@ -55,12 +54,12 @@ pub(super) struct Markup {
     calls: Vec<String>,
     open: String,
     parallel: bool,
-    /// All JSON schemas of strict tools.
-    pub parts: Vec<Part>,
+    /// Grammars that the rules refer to by their names.
+    pub grammars: Vec<GrammarWithLexer>,
 }
 
 impl Markup {
-    pub fn new(calls: &Calls, tokenizer: &Tokenizer) -> Result<Self, ConstraintError> {
+    pub fn new(calls: &Calls, tokenizer: &Tokenizer, check: Check<'_>) -> Result<Self, ConstraintError> {
         let tag = |text: &str| match tokenizer.control_id(text) {
             Some(_) => text.to_owned(),
             None => literal(text),
@@ -70,11 +69,11 @@ impl Markup {
             calls: Vec::new(),
             open: tag(tags::OPEN),
             parallel: calls.parallel,
-            parts: Vec::new(),
+            grammars: Vec::new(),
         };
         for (index, callable) in calls.tools.iter().enumerate() {
             markup
-                .tool(index, callable, &tag(tags::CLOSE))
+                .tool(index, callable, &tag(tags::CLOSE), check)
                 .map_err(|problem| ConstraintError { tool: Some(index), problem })?;
         }
         // Nothing in a value may be read as its end. (A complement must be cut with something: alone, llguidance
@@ -100,7 +99,13 @@ impl Markup {
         if self.parallel { format!("{call} (\"\\n\" {call})*") } else { call }
     }
 
-    fn tool(&mut self, index: usize, callable: &Callable, close: &str) -> Result<(), String> {
+    fn tool(
+        &mut self,
+        index: usize,
+        callable: &Callable,
+        close: &str,
+        check: Check<'_>,
+    ) -> Result<(), String> {
         let Tool { name, parameters } = &callable.tool;
         let opening = literal(&format!("\n{}{name}>\n", tags::FUNCTION));
         let closing = literal(&format!("{}\n", tags::END_FUNCTION));
@@ -108,7 +113,8 @@ impl Markup {
         let properties = parameters.get("properties").and_then(Value::as_object).unwrap_or(&empty);
         let required: Vec<&str> =
             parameters["required"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
-        if let Some(unknown) = required.iter().find(|name| !properties.contains_key(**name)) {
+        let unknown = required.iter().find(|name| !properties.contains_key(**name));
+        if let Some(unknown) = unknown.filter(|_| callable.strict) {
             return Err(format!("parameters.required: {unknown:?} is not among the properties"));
         }
         let mut body = String::new();
@@ -117,10 +123,13 @@ impl Markup {
                 return Err(format!("parameters.properties: a call can't have a parameter named {key:?}"));
             }
             let rule = format!("value_{index}_{i}");
-            let value =
-                Values { callable, index, path: format!("parameters.properties.{key}"), parts: vec![] };
-            let (expression, parts) = value.expression(schema, &rule.to_uppercase())?;
-            self.parts.extend(parts);
+            let expression = match &callable.text {
+                Some(text) => self.text(index, text, check)?,
+                None => {
+                    let values = Values { callable, path: format!("parameters.properties.{key}"), check };
+                    values.expression(schema, &rule.to_uppercase())?
+                }
+            };
             let _ = write!(self.rules, "{}", expression.terminals);
             let _ = writeln!(self.rules, "{rule}: {}", expression.choices.join(" | "));
             let optional = if required.contains(&key.as_str()) { "" } else { "?" };
@@ -144,6 +153,19 @@ impl Markup {
     }
 }
 
+impl Markup {
+    /// Text of a grammar of its own. That it may hold the end of a value is up to who wrote it.
+    fn text(&mut self, index: usize, text: &Rule, check: Check<'_>) -> Result<Expression, String> {
+        let name = format!("tool_{index}");
+        let grammar = text.grammar()?;
+        check(grammar.clone()).map_err(|problem| format!("format: {problem}"))?;
+        let end = literal(&format!("\n{}\n", tags::END_PARAMETER));
+        let choices = vec![format!("@{name} {end}")];
+        self.grammars.push(GrammarWithLexer { name: Some(name), ..grammar });
+        Ok(Expression { terminals: String::new(), choices })
+    }
+}
+
 /// The forms that a value may have.
 #[derive(Default)]
 struct Expression {
@@ -155,20 +177,19 @@ struct Expression {
 /// Turns the schema of a parameter into an expression.
 struct Values<'a> {
     callable: &'a Callable,
-    index: usize,
     path: String,
-    parts: Vec<Part>,
+    check: Check<'a>,
 }
 
 impl Values<'_> {
     /// `name` is that of the terminals, but for a number.
-    fn expression(mut self, schema: &Value, name: &str) -> Result<(Expression, Vec<Part>), String> {
+    fn expression(self, schema: &Value, name: &str) -> Result<Expression, String> {
         let mut expression = Expression::default();
         self.add(schema, name, MAX_DEPTH, &mut expression)?;
-        Ok((expression, self.parts))
+        Ok(expression)
     }
 
-    fn add(&mut self, schema: &Value, name: &str, depth: usize, to: &mut Expression) -> Result<(), String> {
+    fn add(&self, schema: &Value, name: &str, depth: usize, to: &mut Expression) -> Result<(), String> {
         let root = &self.callable.tool.parameters;
         let Some(depth) = depth.checked_sub(1) else {
             return self.add_text(&Value::Null, name, to);
@@ -197,11 +218,11 @@ impl Values<'_> {
     }
 
     /// A string, or whatever else the schema allows beside strings: written out, that is a text too.
-    fn add_text(&mut self, schema: &Value, name: &str, to: &mut Expression) -> Result<(), String> {
+    fn add_text(&self, schema: &Value, name: &str, to: &mut Expression) -> Result<(), String> {
         let mut parts = vec!["FREE".to_owned()];
         for (keyword, value) in schema.as_object().into_iter().flatten() {
             match keyword.as_str() {
-                "pattern" => parts.push(self.pattern(value)?),
+                "pattern" => parts.extend(self.pattern(value)?),
                 "minLength" | "maxLength" => {
                     let length = value.as_u64().filter(|length| *length <= 100_000);
                     let length =
@@ -222,28 +243,36 @@ impl Values<'_> {
     }
 
     /// A search of the pattern in the text, as JSON schema has it.
-    fn pattern(&self, pattern: &Value) -> Result<String, String> {
+    fn pattern(&self, pattern: &Value) -> Result<Option<String>, String> {
         let pattern = pattern.as_str().ok_or_else(|| self.problem("pattern", "expected a string"))?;
         let (begin, rest) = pattern.strip_prefix('^').map_or(("(?s:.*)", pattern), |rest| ("", rest));
         let (rest, end) = match rest.strip_suffix('$') {
             Some(inner) if !inner.ends_with('\\') => (inner, ""),
             _ => (rest, "(?s:.*)"),
         };
-        Ok(format!("/{begin}({}){end}/", llguidance::regex_to_lark(rest, "dw")))
+        let terminal = format!("/{begin}({}){end}/", llguidance::regex_to_lark(rest, "dw"));
+        match (self.check)(GrammarWithLexer::from_lark(format!("start: {terminal}"))) {
+            Ok(()) => Ok(Some(terminal)),
+            Err(problem) if self.callable.strict => Err(self.problem("pattern", &problem)),
+            Err(_) => Ok(None),
+        }
     }
 
-    fn add_json(&mut self, schema: &Value, to: &mut Expression) -> Result<(), String> {
+    fn add_json(&self, schema: &Value, to: &mut Expression) -> Result<(), String> {
         let mut schema = schema.as_object().cloned().unwrap_or_default();
         for name in ["$defs", "definitions"] {
             if let Some(definitions) = self.callable.tool.parameters.get(name) {
                 schema.insert(name.to_owned(), definitions.clone());
             }
         }
-        let schema = settled(&schema.into(), !self.callable.strict)?;
-        to.choices.push(format!("%json {schema} {}", literal(&format!("\n{}\n", tags::END_PARAMETER))));
-        if self.callable.strict {
-            self.parts.push(Part { tool: self.index, path: self.path.clone(), schema });
+        let mut schema = settled(&schema.into(), !self.callable.strict)?;
+        if let Err(problem) = (self.check)(GrammarWithLexer::from_json_schema(schema.clone())) {
+            if self.callable.strict {
+                return Err(format!("{}: {problem}", self.path));
+            }
+            schema = settled(&Value::Bool(true), true)?;
         }
+        to.choices.push(format!("%json {schema} {}", literal(&format!("\n{}\n", tags::END_PARAMETER))));
         Ok(())
     }
 

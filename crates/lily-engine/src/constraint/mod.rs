@@ -109,7 +109,8 @@ const WHITE_SPACE: &str = r"[ \t]{0,2}|\n[ \t]{0,32}";
 
 impl Compiler {
     /// For rows of `vocab_size` logits; a reply may end with any of `eos`.
-    pub fn new(tokenizer: Arc<Tokenizer>, vocab_size: u32, eos: Vec<u32>) -> Self {
+    pub fn new(tokenizer: Arc<Tokenizer>, vocab_size: u32, mut eos: Vec<u32>) -> Self {
+        eos.retain(|id| *id < vocab_size);
         Self { tokenizer, vocab_size, eos, factory: OnceLock::new() }
     }
 
@@ -141,11 +142,9 @@ impl Compiler {
     ) -> Result<Option<Constraint>, ConstraintError> {
         let error = |tool, problem| ConstraintError { tool, problem };
         let calls = outline.calls.as_ref();
-        let markup = calls.map(|calls| calls::Markup::new(calls, &self.tokenizer)).transpose()?;
-        for calls::Part { tool, path, schema } in markup.iter().flat_map(|markup| &markup.parts) {
-            self.matcher(vec![GrammarWithLexer::from_json_schema(schema.clone())])
-                .map_err(|problem| error(Some(*tool), format!("{path}: {problem}")))?;
-        }
+        // Parts on their own first: then an error is about what the client wrote.
+        let check = |part| self.matcher(vec![part]).map(drop);
+        let markup = calls.map(|calls| calls::Markup::new(calls, &self.tokenizer, &check)).transpose()?;
         let gap = if after_thought { "GAP? " } else { "" };
         let (start, mut grammar) = match (&outline.answer, calls, &markup) {
             (None, Some(calls), Some(markup)) if !calls.required => {
@@ -171,10 +170,10 @@ impl Compiler {
         let mut grammars = vec![GrammarWithLexer::from_lark(grammar)];
         if let Some(rule) = &outline.answer {
             let answer = rule.grammar().map_err(|problem| error(None, problem))?;
-            // On its own first: then the error is about what the client wrote.
-            self.matcher(vec![answer.clone()]).map_err(|problem| error(None, problem))?;
+            check(answer.clone()).map_err(|problem| error(None, problem))?;
             grammars.push(GrammarWithLexer { name: Some(ANSWER.to_owned()), ..answer });
         }
+        grammars.extend(markup.into_iter().flat_map(|markup| markup.grammars));
         let matcher = self.matcher(grammars).map_err(|problem| error(None, problem))?;
         Ok(Some(Constraint { start, matcher: Arc::new(matcher), unfinished: self.unfinished() }))
     }
@@ -227,6 +226,14 @@ impl Rule {
         Self::JsonSchema(json!({"type": "object"}))
     }
 
+    /// Of its text, bytes.
+    fn len(&self) -> usize {
+        match self {
+            Self::JsonSchema(schema) => schema.to_string().len(),
+            Self::Regex(text) | Self::Lark(text) | Self::Gbnf(text) => text.len(),
+        }
+    }
+
     fn grammar(&self) -> Result<GrammarWithLexer, String> {
         match self {
             Self::JsonSchema(schema) => Ok(GrammarWithLexer::from_json_schema(settled(schema, false)?)),
@@ -238,14 +245,13 @@ impl Rule {
 }
 
 fn check_size(outline: &Outline) -> Result<(), ConstraintError> {
-    let answer = outline.answer.as_ref().map(|rule| match rule {
-        Rule::JsonSchema(schema) => schema.to_string().len(),
-        Rule::Regex(text) | Rule::Lark(text) | Rule::Gbnf(text) => text.len(),
-    });
-    let tools = outline.calls.iter().flat_map(|calls| &calls.tools).enumerate();
-    let tools = tools.map(|(i, callable)| (Some(i), callable.tool.parameters.to_string().len()));
-    let mut sizes = answer.map(|size| (None, size)).into_iter().chain(tools);
-    match sizes.find(|(_, size)| *size > MAX_SOURCE) {
+    let mut sizes: Vec<(Option<usize>, usize)> =
+        outline.answer.iter().map(|rule| (None, rule.len())).collect();
+    for (i, callable) in outline.calls.iter().flat_map(|calls| &calls.tools).enumerate() {
+        sizes.push((Some(i), callable.tool.parameters.to_string().len()));
+        sizes.extend(callable.text.iter().map(|rule| (Some(i), rule.len())));
+    }
+    match sizes.into_iter().find(|(_, size)| *size > MAX_SOURCE) {
         None => Ok(()),
         Some((tool, size)) => {
             let problem =

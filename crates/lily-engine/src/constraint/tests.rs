@@ -42,7 +42,7 @@ fn problem(outline: &Outline) -> String {
 
 fn calls(parameters: Value, strict: bool) -> Outline {
     let tool = Tool { name: "look".into(), parameters };
-    let tools = vec![Callable { tool, strict }];
+    let tools = vec![Callable { tool, strict, text: None }];
     Outline { answer: None, calls: Some(Calls { tools, required: true, parallel: true }) }
 }
 
@@ -130,6 +130,37 @@ fn a_strict_tool_is_refused_with_the_parameter_and_a_lenient_one_is_not() {
         let lenient = compiler().compile(&calls(parameters.clone(), false), false);
         assert_eq!(lenient.is_err(), parameters.to_string().contains("many"));
     }
+    // What is passed over leaves the rest as it is.
+    let odd = json!({"type": "object", "required": ["at", "gone"], "properties": {
+        "at": {"type": "string", "pattern": "(?=lookahead)"}, "kind": {"type": "array", "items": {"type": "wizard"}}}});
+    let lenient = calls(odd.clone(), false);
+    assert!(accepts(&lenient, &call(&[("at", "x"), ("kind", "[1, {\"x\": null}]")])));
+    assert!(!accepts(&lenient, &call(&[("kind", "[]")])));
+    assert!(compiler().compile(&calls(odd, true), false).is_err());
+}
+
+#[test]
+fn the_text_of_a_tool_may_have_a_grammar() {
+    let patch = "start: \"*** Begin Patch\" LF hunk+ \"*** End Patch\" LF?\n\
+                 hunk: \"*** Add File: \" /(.+)/ LF (\"+\" /(.*)/ LF)+ | \"*** Delete File: \" /(.+)/ LF\n\
+                 %import common.LF\n";
+    let Outline { calls: Some(mut patching), .. } = calls(
+        json!({"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}),
+        false,
+    ) else {
+        panic!()
+    };
+    patching.tools[0].text = Some(Rule::Lark(patch.into()));
+    let outline = Outline { answer: None, calls: Some(patching.clone()) };
+    let text = |input: &str| call(&[("input", input)]);
+    assert!(accepts(&outline, &text("*** Begin Patch\n*** Add File: a <b>.txt\n+one\n+\n*** End Patch")));
+    assert!(accepts(&outline, &text("*** Begin Patch\n*** Delete File: a\n*** End Patch\n")));
+    assert!(!accepts(&outline, &text("*** Begin Patch\n*** Rename File: a\n*** End Patch")));
+    assert!(!accepts(&outline, &text("anything")));
+    patching.tools[0].text = Some(Rule::Lark("start: nothing".into()));
+    let error = compiler().compile(&Outline { answer: None, calls: Some(patching) }, false).unwrap_err();
+    assert_eq!(error.tool, Some(0));
+    assert!(error.problem.contains("format") && error.problem.contains("nothing"), "{error}");
 }
 
 #[test]

@@ -129,7 +129,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::generation::tests::check_fields;
+    use crate::generation::tests::{any_json, check_fields};
 
     fn defaults() -> Sampling {
         Sampling {
@@ -333,26 +333,6 @@ mod tests {
     #[test]
     fn a_negative_top_k_is_off() {
         assert_eq!(parse(json!({"top_k": -1})).unwrap().turn.settings.sampling.top_k, 0);
-    }
-
-    fn any_json() -> impl Strategy<Value = Value> {
-        let name =
-            prop::sample::select(vec!["type", "function", "name", "role", "content", "include_usage", "3"]);
-        let leaf = prop_oneof![
-            Just(Value::Null),
-            any::<bool>().prop_map(Value::from),
-            any::<i64>().prop_map(Value::from),
-            any::<f64>().prop_map(Value::from),
-            "[a-z<]{0,8}".prop_map(Value::from),
-            prop::sample::select(vec!["function", "user", "text", "auto", "none"]).prop_map(Value::from),
-        ];
-        leaf.prop_recursive(4, 24, 4, move |inner| {
-            prop_oneof![
-                prop::collection::vec(inner.clone(), 0..4).prop_map(Value::from),
-                prop::collection::vec((name.clone(), inner), 0..4)
-                    .prop_map(|members| members.into_iter().map(|(k, v)| (k.to_owned(), v)).collect()),
-            ]
-        })
     }
 
     proptest! {

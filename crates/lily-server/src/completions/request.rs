@@ -171,10 +171,11 @@ pub(crate) fn parse_ids(path: &str, items: &[Value]) -> Result<Vec<u32>, ApiErro
 #[cfg(test)]
 mod tests {
     use lily_engine::testing::greedy;
+    use proptest::prelude::*;
     use serde_json::json;
 
     use super::*;
-    use crate::generation::tests::check_fields;
+    use crate::generation::tests::{any_json, check_fields};
 
     fn parse(fields: Value) -> Result<String, ApiError> {
         let mut body = json!({"prompt": "x"});
@@ -211,5 +212,19 @@ mod tests {
             ("user", json!("u")),
         ];
         check_fields("CompletionRequest", parse, NO_EFFECT, &fields);
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_a_field_holds_the_error_points_into_it(
+            name in prop::sample::select(vec!["prompt", "suffix", "echo", "logprobs", "n", "stream_options", "grammar"]),
+            value in any_json(),
+        ) {
+            if let Err(error) = parse(json!({name: value})) {
+                let param = error.param.unwrap();
+                prop_assert!(param.starts_with(name), "{param} for {name}");
+                prop_assert!(error.message.starts_with(&param));
+            }
+        }
     }
 }

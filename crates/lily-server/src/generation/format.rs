@@ -25,7 +25,8 @@ pub(crate) fn parse_grammar(fields: &mut Fields<'_>) -> Result<Option<Rule>, Api
     }
 }
 
-fn parse_definition(grammar: &mut Fields<'_>) -> Result<Rule, ApiError> {
+/// `syntax` and `definition`.
+pub(crate) fn parse_definition(grammar: &mut Fields<'_>) -> Result<Rule, ApiError> {
     let syntax = grammar.one_of("syntax", &["lark", "gbnf", "regex"])?;
     let syntax = syntax.ok_or_else(|| grammar.missing("syntax"))?;
     let text = grammar.string("definition")?.ok_or_else(|| grammar.missing("definition"))?.to_owned();

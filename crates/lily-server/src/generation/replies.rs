@@ -44,13 +44,20 @@ pub(crate) struct Replies {
 }
 
 impl Replies {
-    /// Submits requests, of which `per_prompt` in a row have the same prompt, from the field `prompt`.
+    /// Submits requests, of which `per_prompt` in a row have the same prompt, from the field `prompt`. More than can
+    /// ever be open together are refused for good.
     pub fn submit(
         state: &ServerState,
         requests: Vec<Request>,
         per_prompt: usize,
         prompt: &str,
     ) -> Result<Self, ApiError> {
+        let (found, places) = (requests.len(), state.engine.places());
+        if found > places {
+            let problem =
+                format!("{found} answers are asked for in all, but only {places} requests can be open");
+            return Err(ApiError::field("n", problem));
+        }
         let submit =
             |request| state.engine.submit(request).map(Some).map_err(|error| ApiError::submit(error, prompt));
         // Those submitted before one that is refused are cancelled by being dropped.

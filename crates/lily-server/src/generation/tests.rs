@@ -1,4 +1,5 @@
 use lily_engine::testing::request;
+use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use super::*;
@@ -31,6 +32,71 @@ pub(crate) fn check_fields(
         assert!(fields.iter().any(|(name, _)| name == label), "{label} is not among the fields");
     }
     check_schema(schema);
+}
+
+/// Any JSON, made of words that requests are made of.
+pub(crate) fn any_json() -> impl Strategy<Value = Value> {
+    let names = [
+        "type",
+        "function",
+        "name",
+        "role",
+        "content",
+        "text",
+        "input",
+        "output",
+        "call_id",
+        "id",
+        "arguments",
+        "format",
+        "schema",
+        "json_schema",
+        "syntax",
+        "definition",
+        "effort",
+        "budget_tokens",
+        "include_usage",
+        "thinking",
+        "3",
+    ];
+    let words = [
+        "function",
+        "user",
+        "assistant",
+        "system",
+        "text",
+        "auto",
+        "none",
+        "any",
+        "tool",
+        "custom",
+        "message",
+        "reasoning",
+        "function_call",
+        "function_call_output",
+        "tool_use",
+        "tool_result",
+        "input_text",
+        "grammar",
+        "regex",
+        "json_schema",
+    ];
+    let leaf = prop_oneof![
+        Just(Value::Null),
+        any::<bool>().prop_map(Value::from),
+        any::<i64>().prop_map(Value::from),
+        any::<f64>().prop_map(Value::from),
+        "[a-z<]{0,8}".prop_map(Value::from),
+        prop::sample::select(words.to_vec()).prop_map(Value::from),
+    ];
+    leaf.prop_recursive(4, 24, 4, move |inner| {
+        let name = prop::sample::select(names.to_vec());
+        prop_oneof![
+            prop::collection::vec(inner.clone(), 0..4).prop_map(Value::from),
+            prop::collection::vec((name, inner), 0..4)
+                .prop_map(|members| members.into_iter().map(|(k, v)| (k.to_owned(), v)).collect()),
+        ]
+    })
 }
 
 #[test]

@@ -1,6 +1,8 @@
 //! Tools, which to call, and how strictly.
 
-use lily_engine::constraint::{Callable, Calls};
+use std::collections::HashMap;
+
+use lily_engine::constraint::{Callable, Calls, Rule};
 use lily_engine::request::Tool;
 use serde_json::{Map, Value, json};
 
@@ -14,6 +16,8 @@ pub(crate) struct Tools {
     pub definitions: Vec<Value>,
     /// Place of each in the request.
     pub places: Vec<usize>,
+    /// Grammars of those that are called with a text, by their names.
+    pub grammars: HashMap<String, Rule>,
     pub choice: Choice,
     /// Whether there may be several calls.
     pub parallel: bool,
@@ -39,7 +43,7 @@ impl Tools {
         path: &str,
     ) -> Result<Self, ApiError> {
         let (places, definitions): (Vec<usize>, Vec<Value>) = tools.into_iter().unzip();
-        let tools = Self { definitions, places, choice, parallel };
+        let tools = Self { definitions, places, choice, parallel, ..Self::default() };
         match &tools.choice {
             Choice::Required | Choice::Named(_) if tools.definitions.is_empty() => {
                 Err(ApiError::field(path, "asks for a call, but there are no tools"))
@@ -61,8 +65,9 @@ impl Tools {
         let callable = |tool: &Value| {
             let function = &tool["function"];
             let name = function["name"].as_str().unwrap_or_default().to_owned();
+            let text = self.grammars.get(&name).cloned();
             let tool = Tool { name, parameters: function["parameters"].clone() };
-            Callable { tool, strict: function["strict"] == true }
+            Callable { tool, strict: function["strict"] == true, text }
         };
         let all = self.places.iter().zip(self.definitions.iter().map(callable));
         let chosen = all.filter(|(_, callable)| match &self.choice {
@@ -72,7 +77,8 @@ impl Tools {
         let (places, tools): (Vec<usize>, Vec<Callable>) = chosen.unzip();
         let required = matches!(self.choice, Choice::Required | Choice::Named(_));
         let parallel = self.parallel && !matches!(self.choice, Choice::Named(_));
-        let needed = required || (!tools.is_empty() && (held || tools.iter().any(|tool| tool.strict)));
+        let is_bound = |tool: &Callable| tool.strict || tool.text.is_some();
+        let needed = required || (!tools.is_empty() && (held || tools.iter().any(is_bound)));
         (needed.then_some(Calls { tools, required, parallel }), places)
     }
 }

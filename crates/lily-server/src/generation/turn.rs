@@ -12,11 +12,15 @@ use super::tools::Tools;
 use crate::app::ServerState;
 use crate::error::ApiError;
 
-/// The error for a conversation that can't be rendered, with the path of the message as the client knows it.
+/// The error for a conversation that can't be rendered, with the path of what is at fault as the client knows it.
 fn placed(error: ChatError, places: &[String]) -> ApiError {
-    match &error {
-        ChatError::Message { index, field, problem } if places.len() > *index => {
+    match (&error, places.last()) {
+        (ChatError::Message { index, field, problem }, Some(_)) if *index < places.len() => {
             ApiError::field(format!("{}{field}", places[*index]), problem)
+        }
+        (ChatError::Template(_), Some(last)) => {
+            let field = last.split('[').next().map(str::to_owned);
+            ApiError { param: field, ..error.into() }
         }
         _ => error.into(),
     }
@@ -57,7 +61,7 @@ impl Turn {
         let request = chat_request(&chat, &state.template, &state.tokenizer, settings.sampling.clone())
             .map_err(|error| placed(error, &places))?;
         let request = settings.apply(request);
-        let (answer, path) = format.map_or((None, String::new()), |(rule, path)| (Some(rule), path));
+        let (answer, path) = format.map_or((None, "tools".to_owned()), |(rule, path)| (Some(rule), path));
         let outline = Outline { answer, calls };
         let constraint = state.engine.compile(&outline, &request.format);
         let constraint = constraint.map_err(|error| refused(error, &path, &callable))?;

@@ -3,6 +3,7 @@
 use serde_json::{Value, json};
 
 use super::request::{text_of, texts_of, unsupported_block};
+use super::response::SIGNATURE;
 use crate::error::ApiError;
 use crate::fields::{Fields, expected};
 
@@ -105,8 +106,9 @@ fn assistant(path: &str, content: &Value) -> Result<Value, ApiError> {
             "text" => text += block.string("text")?.ok_or_else(|| block.missing("text"))?,
             "thinking" => {
                 let piece = block.string("thinking")?.ok_or_else(|| block.missing("thinking"))?;
+                let signature = block.string("signature")?.filter(|text| *text != SIGNATURE);
+                let piece = if piece.is_empty() { signature.unwrap_or_default() } else { piece };
                 thought.get_or_insert_default().push_str(piece);
-                block.string("signature")?;
             }
             // A thought of another model, which nobody else can read.
             "redacted_thinking" => drop(block.any("data")),

@@ -26,18 +26,19 @@ pub(crate) async fn create(
     State(state): State<Arc<ServerState>>,
     JsonBytes(body): JsonBytes,
 ) -> Result<Response, ApiError> {
-    let (request, stream, warnings) = blocking(&state, move |state| {
+    let (request, omits_thought, stream, warnings) = blocking(&state, move |state| {
         let request = MessagesRequest::parse(&parse_object(&body)?, &state.defaults)?;
         if request.turn.settings.max_tokens.is_none() {
             let problem = "required, but absent";
             return Err(ApiError::field("max_tokens", problem).with_code("missing_required_parameter"));
         }
-        Ok((request.turn.request(state)?, request.stream, request.warnings))
+        let MessagesRequest { turn, omits_thought, stream, warnings } = request;
+        Ok((turn.request(state)?, omits_thought, stream, warnings))
     })
     .await?;
     let prompt_tokens = request.prompt.len();
     let replies = Replies::submit(&state, vec![request], 1, "messages")?;
-    let message = Message::new(state.model.clone(), prompt_tokens);
+    let message = Message::new(state.model.clone(), prompt_tokens, omits_thought);
     let response = if stream {
         stream::response(message, replies, state.limits.keep_alive)
     } else {

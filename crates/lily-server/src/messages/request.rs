@@ -18,11 +18,20 @@ const ONE_VALUE: &[OneValue] = &[
     ("container", &[], "there are no containers"),
     ("mcp_servers", &["[]"], "the server calls no tools itself"),
     ("service_tier", &[r#""auto""#, r#""standard_only""#], "there is one tier"),
+    ("speed", &[r#""standard""#], "there is one speed"),
 ];
 
 /// Documented fields that never change an answer here. Clients of this API send `context_management` with every
 /// request, and ask by it to save what they pay for.
-const NO_EFFECT: &[&str] = &["cache_control", "context_management", "inference_geo", "metadata"];
+const NO_EFFECT: &[&str] = &[
+    "cache_control",
+    "context_management",
+    "diagnostics",
+    "inference_geo",
+    "metadata",
+    "user_profile_id",
+    "workspace_id",
+];
 
 const NAMES: Names = Names { max_tokens: &["max_tokens"], stop: "stop_sequences" };
 
@@ -30,6 +39,8 @@ const NAMES: Names = Names { max_tokens: &["max_tokens"], stop: "stop_sequences"
 #[derive(Debug)]
 pub(super) struct MessagesRequest {
     pub turn: Turn,
+    /// The text of thoughts is not shown.
+    pub omits_thought: bool,
     pub stream: bool,
     pub warnings: Warnings,
 }
@@ -44,35 +55,33 @@ impl MessagesRequest {
         let own = fields.array("messages")?.ok_or_else(|| fields.missing("messages"))?;
         conversation::read(own, &mut messages, &mut places)?;
         let tools = parse_tools(&mut fields, &mut warnings)?;
-        let thinking = parse_thinking(&mut fields)?;
+        let (thinking, omits_thought) = parse_thinking(&mut fields)?;
         let settings = Settings::parse(&mut fields, &NAMES, defaults)?;
         let format = parse_output(&mut fields)?;
         let stream = fields.boolean("stream")?.unwrap_or(false);
         fields.settle(ONE_VALUE, NO_EFFECT)?;
-        Ok(Self { turn: Turn { messages, places, tools, thinking, settings, format }, stream, warnings })
+        let turn = Turn { messages, places, tools, thinking, settings, format };
+        Ok(Self { turn, omits_thought, stream, warnings })
     }
 }
 
-/// `thinking`: off unless asked for, as in this API; with a budget or without.
-fn parse_thinking(fields: &mut Fields<'_>) -> Result<Thinking, ApiError> {
-    let (said, budget) = match fields.object("thinking")? {
-        None => (None, None),
+/// `thinking`: off unless asked for, as in this API; with a budget or without. And whether its text is omitted.
+fn parse_thinking(fields: &mut Fields<'_>) -> Result<(Thinking, bool), ApiError> {
+    let (said, budget, omitted) = match fields.object("thinking")? {
+        None => (None, None, false),
         Some(mut thinking) => {
             let kind = thinking.one_of("type", &["enabled", "disabled", "adaptive"])?;
             let kind = kind.ok_or_else(|| thinking.missing("type"))?;
             let budget = thinking.integer("budget_tokens", 1..=i64::from(u32::MAX))?.map(|n| n as u32);
-            if thinking.string("display")? == Some("omitted") {
-                let problem = "\"omitted\" is not supported: thoughts are sent, and may be passed over";
-                return Err(ApiError::unsupported(thinking.path("display"), problem));
-            }
+            let display = thinking.one_of("display", &["summarized", "omitted"])?;
             thinking.finish();
-            (Some(kind != "disabled"), budget)
+            (Some(kind != "disabled"), budget, display == Some("omitted"))
         }
     };
     let mut thinking = Thinking::parse(fields, &[("thinking", said)], budget)?;
     thinking.enabled.get_or_insert(false);
     thinking.keep_thoughts();
-    Ok(thinking)
+    Ok((thinking, omitted))
 }
 
 /// `output_config`, and `output_format`, an older name for a part of it. The model has no levels of effort.
@@ -157,10 +166,11 @@ pub(super) fn unsupported_block(block: &Fields<'_>, kind: &str) -> ApiError {
 #[cfg(test)]
 mod tests {
     use lily_engine::testing::greedy;
+    use proptest::prelude::*;
     use serde_json::json;
 
     use super::*;
-    use crate::generation::tests::check_fields;
+    use crate::generation::tests::{any_json, check_fields};
 
     fn parse(fields: Value) -> Result<String, ApiError> {
         let tool = json!({"name": "f", "input_schema": {"type": "object"}});
@@ -190,7 +200,11 @@ mod tests {
             ("output_format", schema.clone()),
             ("seed", json!(3)),
             ("service_tier", json!("priority")),
+            ("diagnostics", json!({"previous_message_id": "m"})),
+            ("speed", json!("fast")),
             ("stop_sequences", json!(["x"])),
+            ("user_profile_id", json!("u")),
+            ("workspace_id", json!("w")),
             ("stream", json!(true)),
             ("system", json!("s")),
             ("temperature", json!(0.5)),
@@ -202,5 +216,19 @@ mod tests {
             ("top_p", json!(0.5)),
         ];
         check_fields("MessagesRequest", parse, NO_EFFECT, &fields);
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_a_field_holds_the_error_points_into_it(
+            name in prop::sample::select(vec!["messages", "system", "tools", "tool_choice", "thinking", "output_config", "output_format", "stop_sequences"]),
+            value in any_json(),
+        ) {
+            if let Err(error) = parse(json!({name: value})) {
+                let param = error.param.unwrap();
+                prop_assert!(param.starts_with(name), "{param} for {name}");
+                prop_assert!(error.message.starts_with(&param));
+            }
+        }
     }
 }

@@ -6,14 +6,16 @@ use serde_json::{Value, json};
 
 use crate::trace::random_id;
 
-/// This API signs thoughts so that they can't be made up. Ours need no proof, but clients expect a text here.
-const SIGNATURE: &str = "unsigned";
+/// This API signs thoughts so that they can't be made up. Ours need no proof, but clients expect a text here. That
+/// of a thought whose text is omitted is the thought itself: clients send it back.
+pub(super) const SIGNATURE: &str = "unsigned";
 
 /// A message so far.
 pub(super) struct Message {
     id: String,
     model: String,
     prompt_tokens: usize,
+    omits_thought: bool,
     blocks: Vec<Block>,
     /// The last block may grow.
     open: bool,
@@ -33,12 +35,13 @@ pub(super) type Change = (&'static str, Value);
 
 impl Message {
     /// Before anything is known of it.
-    pub fn new(model: String, prompt_tokens: usize) -> Self {
+    pub fn new(model: String, prompt_tokens: usize, omits_thought: bool) -> Self {
         let id = random_id("msg_");
         Self {
             id,
             model,
             prompt_tokens,
+            omits_thought,
             blocks: Vec::new(),
             open: false,
             stop_reason: None,
@@ -62,6 +65,9 @@ impl Message {
                 }
                 if let Some(Block::Thinking(all)) = self.blocks.last_mut() {
                     all.push_str(&text);
+                }
+                if self.omits_thought {
+                    return changes;
                 }
                 json!({"type": "thinking_delta", "thinking": text})
             }
@@ -114,7 +120,7 @@ impl Message {
             "type": "message",
             "role": "assistant",
             "model": self.model,
-            "content": self.blocks.iter().map(Block::to_json).collect::<Value>(),
+            "content": self.blocks.iter().map(|block| block.to_json(self.omits_thought)).collect::<Value>(),
             "stop_reason": self.stop_reason,
             "stop_sequence": self.stop_sequence,
             "usage": self.usage(),
@@ -148,8 +154,9 @@ impl Message {
             return Vec::new();
         }
         let mut changes = Vec::new();
-        if let Some(Block::Thinking(_)) = self.blocks.last() {
-            changes.push(self.delta(&json!({"type": "signature_delta", "signature": SIGNATURE})));
+        if let Some(Block::Thinking(text)) = self.blocks.last() {
+            let signature = if self.omits_thought { text } else { SIGNATURE };
+            changes.push(self.delta(&json!({"type": "signature_delta", "signature": signature})));
         }
         let stop = json!({"type": "content_block_stop", "index": self.last()});
         changes.push(("content_block_stop", stop));
@@ -167,8 +174,11 @@ impl Message {
 }
 
 impl Block {
-    fn to_json(&self) -> Value {
+    fn to_json(&self, omits_thought: bool) -> Value {
         match self {
+            Self::Thinking(text) if omits_thought => {
+                json!({"type": "thinking", "thinking": "", "signature": text})
+            }
             Self::Thinking(text) => json!({"type": "thinking", "thinking": text, "signature": SIGNATURE}),
             Self::Text(text) => json!({"type": "text", "text": text}),
             Self::ToolUse { id, name, input } => {

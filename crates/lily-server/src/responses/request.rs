@@ -183,9 +183,10 @@ fn members(
 #[cfg(test)]
 mod tests {
     use lily_engine::testing::greedy;
+    use proptest::prelude::*;
 
     use super::*;
-    use crate::generation::tests::check_fields;
+    use crate::generation::tests::{any_json, check_fields};
 
     /// All but what is merely repeated in the answer.
     fn parse(fields: Value) -> Result<String, ApiError> {
@@ -237,5 +238,19 @@ mod tests {
             ("user", json!("u")),
         ];
         check_fields("ResponsesRequest", parse, NO_EFFECT, &fields);
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_a_field_holds_the_error_points_into_it(
+            name in prop::sample::select(vec!["input", "instructions", "tools", "tool_choice", "reasoning", "text", "include", "stream_options"]),
+            value in any_json(),
+        ) {
+            if let Err(error) = parse(json!({name: value})) {
+                let param = error.param.unwrap();
+                prop_assert!(param.starts_with(name), "{param} for {name}");
+                prop_assert!(error.message.starts_with(&param));
+            }
+        }
     }
 }

@@ -1,12 +1,14 @@
 //! The tools of a request.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
+use lily_engine::constraint::Rule;
 use serde_json::{Map, Value, json};
 
 use super::items::CUSTOM_INPUT;
 use crate::error::ApiError;
 use crate::fields::{Fields, expected, quote};
+use crate::generation::format::parse_definition;
 use crate::generation::tools::{Choice, Tools, function, parse_name};
 use crate::warnings::Warnings;
 
@@ -16,7 +18,7 @@ pub(super) fn parse(
     fields: &mut Fields<'_>,
     warnings: &mut Warnings,
 ) -> Result<(Tools, HashSet<String>), ApiError> {
-    let (mut all, mut custom) = (Vec::new(), HashSet::new());
+    let (mut all, mut custom, mut grammars) = (Vec::new(), HashSet::new(), HashMap::new());
     for (i, tool) in fields.array("tools")?.unwrap_or_default().iter().enumerate() {
         let mut tool = Fields::nested(format!("tools[{i}]"), tool)?;
         match tool.string("type")?.ok_or_else(|| tool.missing("type"))? {
@@ -29,9 +31,10 @@ pub(super) fn parse(
             "custom" => {
                 let name = parse_name(&mut tool)?;
                 let description = tool.string("description")?;
-                let parameters = custom_parameters(&mut tool, warnings)?;
+                let (parameters, grammar) = custom_input(&mut tool)?;
                 all.push((i, function(name, description, Some(&parameters), None)));
                 custom.insert(name.to_owned());
+                grammars.extend(grammar.map(|grammar| (name.to_owned(), grammar)));
             }
             kind => {
                 let why = format!("tools of type {} are not known", quote(&kind.into()));
@@ -43,24 +46,23 @@ pub(super) fn parse(
     }
     let choice = parse_choice(fields)?;
     let parallel = fields.boolean("parallel_tool_calls")?.unwrap_or(true);
-    Ok((Tools::new(all, choice, parallel, "tool_choice")?, custom))
+    let tools = Tools::new(all, choice, parallel, "tool_choice")?;
+    Ok((Tools { grammars, ..tools }, custom))
 }
 
-/// The schema of a function that stands for a custom tool. What its input must look like is told to the model.
-fn custom_parameters(tool: &mut Fields<'_>, warnings: &mut Warnings) -> Result<Map<String, Value>, ApiError> {
-    let mut input = json!({"type": "string"});
+/// The schema of a function that stands for a custom tool, and the grammar of its input. The model is told it too.
+fn custom_input(tool: &mut Fields<'_>) -> Result<(Map<String, Value>, Option<Rule>), ApiError> {
+    let (mut input, mut grammar) = (json!({"type": "string"}), None);
     if let Some(mut format) = tool.object("format")? {
         if format.one_of("type", &["text", "grammar"])? == Some("grammar") {
-            let syntax =
-                format.one_of("syntax", &["lark", "regex"])?.ok_or_else(|| format.missing("syntax"))?;
-            let definition = format.string("definition")?.ok_or_else(|| format.missing("definition"))?;
-            input["description"] = format!("Text of this grammar ({syntax}):\n{definition}").into();
-            warnings.ignored(&tool.path("format"), "the model is told the grammar, but not held to it");
+            grammar = Some(parse_definition(&mut format)?);
+            let definition = format.string("definition")?.unwrap_or_default();
+            input["description"] = format!("Text of this grammar:\n{definition}").into();
         }
         format.finish();
     }
     let schema = json!({"type": "object", "properties": {CUSTOM_INPUT: input}, "required": [CUSTOM_INPUT]});
-    Ok(schema.as_object().cloned().unwrap_or_default())
+    Ok((schema.as_object().cloned().unwrap_or_default(), grammar))
 }
 
 fn parse_choice(fields: &mut Fields<'_>) -> Result<Choice, ApiError> {

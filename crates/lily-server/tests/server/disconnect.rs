@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use serde_json::json;
 
 use crate::fixture::{Script, TestServer, question};
-use crate::http::{Connection, chat, post_chat};
+use crate::http::{Connection, JSON, chat, post_chat, request};
 
 /// Time within which the engine must be idle after the client has gone.
 const WITHIN: Duration = Duration::from_millis(200);
@@ -85,13 +85,23 @@ async fn in_the_queue() {
 
 #[tokio::test]
 async fn a_crowd_that_leaves_at_any_time_does_no_harm() {
-    let script = Script::new().endless().step_delay(Duration::from_millis(1)).places(4, 200);
+    let script = Script::new().endless().step_delay(Duration::from_millis(1)).places(4, 400);
     let server = TestServer::start(script).await;
     let mut crowd = Vec::new();
+    let user = json!([{"role": "user", "content": "Well?"}]);
+    let letters = json!({"syntax": "regex", "definition": "a{1000}"});
+    let requests = [
+        ("/v1/chat/completions", json!({"messages": user, "n": 3})),
+        ("/v1/chat/completions", json!({"messages": user, "enable_thinking": false, "grammar": letters})),
+        ("/v1/completions", json!({"prompt": ["a", "b"], "max_tokens": 900})),
+        ("/v1/responses", json!({"input": "Well?", "thinking_budget": 20})),
+        ("/v1/messages", json!({"messages": user, "max_tokens": 900})),
+    ];
     for i in 0..100u64 {
-        let mut body = question();
+        let (path, mut body) = requests[i as usize % requests.len()].clone();
         body["stream"] = json!(i % 2 == 0);
-        let connection = Connection::open(server.address, &chat(&body)).await;
+        let bytes = request("POST", path, &[JSON], body.to_string().as_bytes());
+        let connection = Connection::open(server.address, &bytes).await;
         crowd.push(tokio::spawn(async move {
             tokio::time::sleep(Duration::from_millis(i * 7 % 97)).await;
             drop(connection);
@@ -102,7 +112,9 @@ async fn a_crowd_that_leaves_at_any_time_does_no_harm() {
     }
     let mut body = question();
     body["max_tokens"] = json!(3);
+    body["n"] = json!(2);
     let start = Instant::now();
     assert_eq!(post_chat(server.address, &body).await.status, 200);
     assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
+    server.wait_for(|status| status.running == 0 && status.waiting == 0).await;
 }

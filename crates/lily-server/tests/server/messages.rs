@@ -192,6 +192,37 @@ async fn post_count(server: &TestServer, body: Value) -> Value {
 }
 
 #[tokio::test]
+async fn an_omitted_thought_comes_back_all_the_same() {
+    let server = TestServer::start(Script::new().reply("Hm.</think>\n\nYes.")).await;
+    let asked = json!({"thinking": {"type": "adaptive", "display": "omitted"}});
+    let whole = plain(&post(server.address, PATH, &question(asked.clone())).await);
+    assert_eq!(
+        (&whole["content"][0]["thinking"], &whole["content"][1]["text"]),
+        (&json!(""), &json!("Yes."))
+    );
+    let mut stream = question(asked);
+    stream["stream"] = json!(true);
+    let events = events(&post(server.address, PATH, &stream).await);
+    assert_eq!(fold(&events)["content"], whole["content"]);
+    let turn = |content: Value| {
+        question(
+            json!({"messages": [{"role": "user", "content": "Well?"}, {"role": "assistant", "content": content},
+                                     {"role": "user", "content": "And?"}]}),
+        )
+    };
+    let shown = json!([{"type": "thinking", "thinking": "Hm.", "signature": "unsigned"}, {"type": "text", "text": "Yes."}]);
+    assert_eq!(
+        post_count(&server, turn(whole["content"].clone())).await,
+        post_count(&server, turn(shown)).await
+    );
+    let unknown = json!([{"type": "thinking", "thinking": "", "signature": "unsigned"}, {"type": "text", "text": "Yes."}]);
+    assert_ne!(
+        post_count(&server, turn(whole["content"].clone())).await,
+        post_count(&server, turn(unknown)).await
+    );
+}
+
+#[tokio::test]
 async fn a_line_that_changes_with_every_request_is_no_part_of_the_prompt() {
     let server = TestServer::start(Script::new().reply("Yes.").cache(4096)).await;
     let body = |hash: &str| {

@@ -178,6 +178,20 @@ async fn a_custom_tool_gets_its_input_as_text() {
     assert_eq!(next["usage"]["input_tokens"], count);
 }
 
+#[tokio::test]
+async fn a_custom_tool_is_held_to_its_grammar() {
+    let call = CUSTOM.replace("*** Begin\n{\"x\": 1}", "Begin: 12 then 34");
+    let server = TestServer::start(Script::new().reply(&format!("x</think>Patching. {call}"))).await;
+    let format = json!({"type": "grammar", "syntax": "regex", "definition": "[0-9]{4}"});
+    let body = ask(json!({"tools": [{"type": "custom", "name": "patch", "format": format}]}));
+    let whole = plain(&post(server.address, PATH, &body).await);
+    assert_eq!(whole["output"][1]["content"][0]["text"], "Patching. ");
+    assert_eq!(whole["output"][2]["input"], "1234");
+    let broken = json!({"type": "grammar", "syntax": "lark", "definition": "start: nothing"});
+    let body = ask(json!({"tools": [{"type": "custom", "name": "patch", "format": broken}]}));
+    assert_eq!(post(server.address, PATH, &body).await.error(400, "unsupported_value")["param"], "tools[0]");
+}
+
 /// The shape of what Codex sends.
 #[tokio::test]
 async fn an_agents_request_is_taken_as_it_is() {
@@ -215,10 +229,10 @@ async fn an_agents_request_is_taken_as_it_is() {
     assert_eq!(whole["output"][1]["content"][0]["text"], "Yes.");
     let warnings: Vec<&str> =
         answer.headers.iter().filter(|(name, _)| name == "x-lily-warning").map(|(_, v)| v.as_str()).collect();
-    for path in ["tools[1].format", "tools[2].type", "tools[3].type", "tools[4].type", "input[11]"] {
+    for path in ["tools[2].type", "tools[3].type", "tools[4].type", "input[11]"] {
         assert!(warnings.iter().any(|warning| warning.starts_with(path)), "{path}: {warnings:?}");
     }
-    assert_eq!(warnings.len(), 5, "{warnings:?}");
+    assert_eq!(warnings.len(), 4, "{warnings:?}");
 }
 
 #[tokio::test]
@@ -232,6 +246,7 @@ async fn what_would_need_a_memory_is_refused_by_name() {
         (json!({"input": [{"type": "item_reference", "id": "x"}]}), "input[0].type"),
         (json!({}), "input"),
         (json!({"input": 3}), "input"),
+        (json!({"input": [{"role": "developer", "content": "x"}]}), "input"),
         (
             json!({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}),
             "input[0].content[0].type",

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use crate::chat::{fold, message, streamed};
 use crate::fixture::{Script, TestServer, question};
-use crate::http::{post, post_chat};
+use crate::http::{get, post, post_chat};
 
 /// A server whose model draws at random.
 async fn random() -> TestServer {
@@ -62,9 +62,13 @@ async fn the_prompt_counts_once_and_is_read_once() {
     assert_eq!(usage["prompt_tokens"], one["prompt_tokens"]);
     assert_eq!(usage["completion_tokens"], 80);
     assert_eq!(usage["prompt_tokens_details"]["cached_tokens"], 0);
-    // Four sequences, of which three read one token: less than two prompts and the answers.
     let prompt = one["prompt_tokens"].as_u64().unwrap();
     assert_eq!(one["prompt_tokens_details"]["cached_tokens"], prompt - 1);
+    // All but the first of five sequences read the last token alone.
+    let metrics = get(server.address, "/metrics").await;
+    let found = metrics.text().lines().find(|line| line.starts_with("vllm:prefix_cache_hits_total{"));
+    let hits = found.and_then(|line| line.rsplit_once(' ')).unwrap().1;
+    assert_eq!(hits, (4 * (prompt - 1)).to_string());
 }
 
 #[tokio::test]
@@ -78,6 +82,14 @@ async fn a_stream_has_each_answer_under_its_index() {
         assert_eq!(fold(&own).to_string(), expected);
         assert_eq!(own.last().unwrap()["choices"][0]["finish_reason"], "length");
     }
+}
+
+#[tokio::test]
+async fn more_answers_than_can_ever_be_open_are_refused_for_good() {
+    let server = TestServer::start(Script::new().reply("a</think>b").places(1, 2)).await;
+    assert_eq!(post_chat(server.address, &several(3, Value::Null)).await.status, 200);
+    let refused = post_chat(server.address, &several(4, Value::Null)).await;
+    assert_eq!(refused.error(400, "invalid_value")["param"], "n");
 }
 
 #[tokio::test]

@@ -93,7 +93,7 @@ fn stop_strings_and_log_probabilities_go_with_a_grammar() {
 
 fn tool(strict: bool) -> Callable {
     let parameters = json!({"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]});
-    Callable { tool: Tool { name: "f".into(), parameters }, strict }
+    Callable { tool: Tool { name: "f".into(), parameters }, strict, text: None }
 }
 
 #[test]
