@@ -111,6 +111,8 @@ pub enum Event {
         done: u32,
         /// Tokens of the prompt.
         total: u32,
+        /// Of these, tokens that came from the prefix cache.
+        cached: u32,
     },
     /// A token was generated (only sent when log-probabilities were asked for). The token that ends the turn is
     /// not reported: it is no part of the output.

@@ -69,6 +69,14 @@ pub struct Limits {
     pub write_time: Duration,
     /// A stream that was silent for this long gets a comment line.
     pub keep_alive: Duration,
+    /// Longest time from a request to the end of its answer.
+    pub request_time: Option<Duration>,
+    /// Longest time that a request which has left the queue may make no progress.
+    pub idle_time: Option<Duration>,
+    /// Longest time that the engine may finish no step while it has work; then the server gives up.
+    pub stall_time: Option<Duration>,
+    /// Time between two log lines about a prompt that is being read.
+    pub progress_time: Duration,
     /// Time that running answers get to finish after the server was told to stop.
     pub shutdown_time: Duration,
 }
@@ -85,6 +93,11 @@ impl Default for Limits {
             head_time: Duration::from_secs(30),
             write_time: Duration::from_secs(60),
             keep_alive: Duration::from_secs(15),
+            request_time: None,
+            idle_time: None,
+            // A step of the largest chunk takes half a minute on a slow machine.
+            stall_time: Some(Duration::from_secs(300)),
+            progress_time: Duration::from_secs(5),
             shutdown_time: Duration::from_secs(10),
         }
     }

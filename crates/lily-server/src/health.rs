@@ -21,6 +21,10 @@ struct Health<'a> {
     context_length: u32,
     running: usize,
     waiting: usize,
+    /// Sequences that the device holds for requests.
+    sequences: usize,
+    /// Bytes of state that are reserved, for these and for the prefix cache.
+    state_bytes: u64,
     steps: u64,
     /// With requests running, a growing age means that the device does not answer.
     last_step_age_ms: u128,
@@ -45,6 +49,8 @@ pub(crate) async fn health(State(state): State<Arc<ServerState>>) -> Response {
         context_length: engine.context,
         running: engine.running,
         waiting: engine.waiting,
+        sequences: engine.sequences,
+        state_bytes: engine.state_bytes,
         steps: engine.steps,
         last_step_age_ms: engine.last_step_age.as_millis(),
         prefix_cache: PrefixCache {

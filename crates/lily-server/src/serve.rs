@@ -16,7 +16,7 @@ use hyper_util::service::TowerToHyperService;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{oneshot, watch};
 use tokio::task::JoinSet;
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 use tokio_io_timeout::TimeoutStream;
 
 use crate::app::{Limits, ServerState, router};
@@ -56,6 +56,9 @@ pub enum ServeError {
     /// The engine did not stop: its device does not answer.
     #[error("the engine did not stop within {0:?}: its device does not answer")]
     EngineStuck(Duration),
+    /// The engine has work and finishes no step.
+    #[error("the engine finished no step in {0:?}: its device does not answer")]
+    Stalled(Duration),
 }
 
 /// Opens a socket. Port 0 takes a free one; ask the listener which.
@@ -68,7 +71,7 @@ pub async fn bind(host: &str, port: u16) -> Result<TcpListener, ServeError> {
 
 /// Serves until `shutdown` resolves. Then no connection is accepted any more, running answers get
 /// [`Limits::shutdown_time`](crate::app::Limits) to finish and are cancelled after it, and the engine is
-/// stopped. Dropping the future ends everything at once, except the engine's thread.
+/// stopped. If the engine stalls, its requests fail and the server ends. Dropping the future ends everything at once, except the engine's thread.
 pub async fn serve(
     listener: TcpListener,
     state: Arc<ServerState>,
@@ -80,21 +83,57 @@ pub async fn serve(
     // Dropping the sender tells all connections to end after their present answer.
     let (stop, stopped) = watch::channel(());
     let mut connections = JoinSet::new();
-    accept(listener, &mut connections, shutdown, |stream| {
+    let accepting = accept(listener, &mut connections, shutdown, |stream| {
         serve_stream(stream, router.clone(), Arc::clone(&state), stopped.clone())
-    })
-    .await;
+    });
+    let stalled = tokio::select! {
+        () = accepting => None,
+        limit = stall(&state) => Some(limit),
+    };
+    if let Some(limit) = stalled {
+        let error = ServeError::Stalled(limit);
+        state.engine.abandon(error.to_string());
+        drop(stop);
+        last_words(&mut connections).await;
+        return Err(error);
+    }
 
     let running = connections.len();
     tracing::info!(connections = running, "stopping: running answers may finish");
     drop(stop);
     let engine = stop_engine(&state);
     let engine = timeout(state.limits.shutdown_time + LAST_WORDS, engine).await;
-    let last_words = async { while connections.join_next().await.is_some() {} };
-    if timeout(LAST_WORDS, last_words).await.is_err() {
+    last_words(&mut connections).await;
+    engine.map_err(|_| ServeError::EngineStuck(state.limits.shutdown_time + LAST_WORDS))
+}
+
+/// Lets connections end.
+async fn last_words(connections: &mut JoinSet<()>) {
+    let ended = async { while connections.join_next().await.is_some() {} };
+    if timeout(LAST_WORDS, ended).await.is_err() {
         tracing::warn!(connections = connections.len(), "connections cut: their clients do not read");
     }
-    engine.map_err(|_| ServeError::EngineStuck(state.limits.shutdown_time + LAST_WORDS))
+}
+
+/// Resolves when the engine has had work for [`Limits::stall_time`] and finished no step.
+async fn stall(state: &ServerState) -> Duration {
+    let Some(limit) = state.limits.stall_time else { return pending().await };
+    loop {
+        sleep(limit / 8).await;
+        let status = state.engine.status();
+        if status.stalled >= limit && status.stopped.is_none() {
+            let (stalled, running, waiting, steps) =
+                (status.stalled, status.running, status.waiting, status.steps);
+            tracing::error!(
+                ?stalled,
+                running,
+                waiting,
+                steps,
+                "the device does not answer: the server gives up"
+            );
+            return limit;
+        }
+    }
 }
 
 /// Accepts connections until `shutdown` resolves. The listener is closed on return.

@@ -180,6 +180,9 @@ impl CacheSize {
     }
 }
 
+/// A year: a limit that can be added to any time.
+const MAX_SECONDS: u64 = 365 * 24 * 3600;
+
 #[derive(Debug, clap::Args)]
 pub struct Serve {
     /// Address to listen on
@@ -207,6 +210,18 @@ pub struct Serve {
     /// The certificate's private key, in PEM form
     #[arg(long, requires = "tls_cert", value_name = "FILE")]
     pub tls_key: Option<PathBuf>,
+    /// Longest time from a request to the end of its answer; 0: none
+    #[arg(long, default_value_t = 0, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(..=MAX_SECONDS))]
+    pub request_timeout: u64,
+    /// Longest time that a request which is worked on may make no progress; 0: none
+    #[arg(long, default_value_t = 0, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(..=MAX_SECONDS))]
+    pub idle_timeout: u64,
+    /// Longest time that the device may finish nothing while it has work; then the server ends. 0: none
+    #[arg(long, default_value_t = 300, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(..=MAX_SECONDS))]
+    pub stall_timeout: u64,
+    /// Time that running answers get to finish after the first Ctrl-C
+    #[arg(long, default_value_t = 10, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(..=MAX_SECONDS))]
+    pub shutdown_timeout: u64,
     /// Requests worked on side by side; memory is set aside for as many sequences of full length
     #[arg(long, default_value_t = 4, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256))]
     pub max_sequences: u32,

@@ -3,6 +3,7 @@
 use std::io::{self, Write};
 use std::net::IpAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::{Result, bail};
 use lily_server::app::{Limits, ServerState, unix_time};
@@ -47,6 +48,17 @@ fn api_key(args: &Serve) -> Result<Option<String>> {
     }
 }
 
+fn limits(args: &Serve) -> Limits {
+    let seconds = |n: u64| (n > 0).then(|| Duration::from_secs(n));
+    Limits {
+        request_time: seconds(args.request_timeout),
+        idle_time: seconds(args.idle_timeout),
+        stall_time: seconds(args.stall_timeout),
+        shutdown_time: Duration::from_secs(args.shutdown_timeout),
+        ..Limits::default()
+    }
+}
+
 async fn serve_session(
     listener: TcpListener,
     session: Session,
@@ -67,7 +79,7 @@ async fn serve_session(
         origins: args.cors_origin.clone(),
         tls,
         created: unix_time(),
-        limits: Limits::default(),
+        limits: limits(args),
     };
     let scheme = if state.tls.is_some() { "https" } else { "http" };
     let address = listener.local_addr()?;

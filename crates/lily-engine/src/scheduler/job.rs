@@ -171,7 +171,8 @@ impl Job {
 
     /// So many tokens of the prompt are read.
     pub fn prefilled(&self, done: u32) {
-        self.send(Event::Prefill { done, total: self.usage.prompt_tokens });
+        let Usage { prompt_tokens, cached_tokens, .. } = self.usage;
+        self.send(Event::Prefill { done, total: prompt_tokens, cached: cached_tokens });
     }
 
     /// Takes a token; gives whether it was the last one, and then the last event was sent.
