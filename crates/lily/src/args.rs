@@ -37,6 +37,19 @@ pub struct Global {
     /// Say more on standard error; twice for even more. LILY_LOG takes filters like `lily_engine=debug`
     #[arg(short, long, global = true, action = clap::ArgAction::Count)]
     pub verbose: u8,
+    /// Form of the log's lines
+    #[arg(long, global = true, value_enum, default_value_t, env = "LILY_LOG_FORMAT", value_name = "FORMAT")]
+    pub log_format: LogFormat,
+}
+
+/// A form of log lines.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum LogFormat {
+    /// For people.
+    #[default]
+    Text,
+    /// One JSON object a line; `span` has the request's id, method and path.
+    Json,
 }
 
 /// A device to compute on.

@@ -30,7 +30,7 @@ const USAGE: u8 = 2;
 
 fn main() -> ExitCode {
     let args = Args::parse();
-    log::start(args.global.verbose, matches!(args.command, Command::Serve(_)));
+    log::start(args.global.verbose, matches!(args.command, Command::Serve(_)), args.global.log_format);
     let result = match &args.command {
         Command::Run(command) => run::run(command, &args.global),
         Command::Chat(command) => chat::chat(command, &args.global),

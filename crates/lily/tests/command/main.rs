@@ -34,7 +34,7 @@ static RANDOM: LazyLock<String> = LazyLock::new(|| {
 fn lily(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_lily"));
     command.args(args).stdin(Stdio::null());
-    for variable in ["LILY_MODEL", "LILY_LOG", "LILY_API_KEY", "NO_COLOR"] {
+    for variable in ["LILY_MODEL", "LILY_LOG", "LILY_LOG_FORMAT", "LILY_API_KEY", "NO_COLOR"] {
         command.env_remove(variable);
     }
     command

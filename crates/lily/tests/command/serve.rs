@@ -4,6 +4,8 @@ use std::path::Path;
 use std::process::{Child, Stdio};
 use std::time::Duration;
 
+use serde_json::Value;
+
 use crate::{RANDOM, assert_refused, lily, output};
 
 /// A server on a free port.
@@ -15,7 +17,11 @@ pub struct Server {
 impl Server {
     pub fn start(options: &[&str]) -> Self {
         let args = [&["serve", "--port", "0"][..], options].concat();
-        let mut process = lily(&args).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+        Self::started(lily(&args).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap())
+    }
+
+    /// Waits until a process that was started says where it listens.
+    pub fn started(mut process: Child) -> Self {
         let mut line = String::new();
         BufReader::new(process.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
         let address =
@@ -123,4 +129,24 @@ fn no_answer_tells_where_the_model_is() {
         let answer = server.answer(method, path, "", body);
         assert!(answer.starts_with("HTTP/1.1 ") && !answer.contains(folder), "{method} {path}: {answer}");
     }
+}
+
+#[test]
+fn logs_in_json_carry_the_id_of_their_request() {
+    let args = ["serve", "--port", "0", "--log-format", "json"];
+    let piped = lily(&args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut server = Server::started(piped);
+    let body = r#"{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}"#;
+    let reply = server.answer("POST", "/v1/chat/completions", "x-request-id: one-of-mine\r\n", body);
+    assert!(reply.starts_with("HTTP/1.1 200"), "{reply}");
+    server.process.kill().unwrap();
+    let mut log = String::new();
+    server.process.stderr.take().unwrap().read_to_string(&mut log).unwrap();
+    // The notice of the demonstration model is for people.
+    let lines = log.lines().filter(|line| !line.starts_with("Using the built-in"));
+    let lines: Vec<Value> =
+        lines.map(|line| serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {line}"))).collect();
+    let finished = lines.iter().find(|line| line["fields"]["message"] == "finished").unwrap();
+    assert_eq!(finished["span"]["id"], "one-of-mine");
+    assert_eq!(finished["fields"]["completion_tokens"], 3);
 }
