@@ -99,8 +99,8 @@ pub struct Tool {
     pub parameters: serde_json::Value,
 }
 
-/// What a generation reports, in order: `Started`, then `Prefill`/`Token`/`Delta` mixed, then one `Finished` or
-/// `Failed`. A request that never leaves the queue reports `Failed` alone.
+/// What a generation reports, in order: `Started`, then `Prefill`/`InterToken`/`Token`/`Delta` mixed, then one
+/// `Finished` or `Failed`. A request that never leaves the queue reports `Failed` alone.
 #[derive(Clone, Debug)]
 pub enum Event {
     /// The request left the queue.
@@ -114,6 +114,8 @@ pub enum Event {
         /// Of these, tokens that came from the prefix cache.
         cached: u32,
     },
+    /// The time between the last two tokens generated, the end-of-turn token included.
+    InterToken(Duration),
     /// A token was generated (only sent when log-probabilities were asked for). The token that ends the turn is
     /// not reported: it is no part of the output.
     Token {

@@ -41,10 +41,7 @@ pub struct SampleParams {
 impl SampleParams {
     /// Whether the mask allows a token.
     pub fn allows(&self, token: u32) -> bool {
-        let bit = |mask: &Arc<[u32]>| {
-            mask.get(token as usize / 32).is_some_and(|word| word >> (token % 32) & 1 == 1)
-        };
-        self.mask.as_ref().is_none_or(bit)
+        self.mask.as_ref().is_none_or(|mask| is_set(mask, token))
     }
 
     /// The most likely token, nothing else.
@@ -171,12 +168,17 @@ fn adjust(logits: &mut [f32], history: &[u32], p: &SampleParams) {
         });
     }
     if let Some(mask) = &p.mask {
-        for (i, x) in logits.iter_mut().enumerate() {
-            if mask.get(i / 32).is_none_or(|word| word >> (i % 32) & 1 == 0) {
+        for (token, x) in (0u32..).zip(logits.iter_mut()) {
+            if !is_set(mask, token) {
                 *x = f32::NEG_INFINITY;
             }
         }
     }
+}
+
+/// The bit of a token; those that a short mask does not reach are 0.
+fn is_set(mask: &[u32], token: u32) -> bool {
+    mask.get(token as usize / 32).is_some_and(|word| word >> (token % 32) & 1 == 1)
 }
 
 fn for_each_distinct(tokens: &[u32], mut f: impl FnMut(u32, usize)) {
@@ -321,6 +323,14 @@ mod tests {
         assert_eq!(pick(&SampleParams { repetition_penalty: 1.1, ..base.clone() }, &[0]), 1);
         assert_eq!(pick(&SampleParams { logit_bias: Arc::new([(2, 100.0)]), ..base.clone() }, &[]), 2);
         assert_eq!(pick(&SampleParams { mask: Some(Arc::new([0b1000])), ..base }, &[]), 3);
+    }
+
+    #[test]
+    fn a_mask_allows_the_tokens_whose_bits_are_set() {
+        assert!(params().allows(1000));
+        let masked = SampleParams { mask: Some(Arc::new([0b1010, 1])), ..params() };
+        let allowed: Vec<u32> = (0..100).filter(|&token| masked.allows(token)).collect();
+        assert_eq!(allowed, [1, 3, 32]);
     }
 
     #[test]

@@ -1,7 +1,7 @@
-//! HTTP: the OpenAI-compatible API over an engine.
+//! HTTP: OpenAI's API and Anthropic's over an engine.
 //!
 //! [`app::router`] is the API, [`serve::serve`] runs it on a socket until it is told to stop. Every answer that
-//! is not a success is OpenAI's error envelope ([`error::ApiError`]). What each endpoint honours, ignores and
+//! is not a success is an [`error::ApiError`], in the form of its API. What each endpoint honours, ignores and
 //! refuses is listed in `docs/api.md`.
 
 pub mod app;

@@ -51,6 +51,7 @@ pub struct Metrics {
     finished: IntCounterVec,
     answers: IntCounterVec,
     first_token: Histogram,
+    inter_token: Histogram,
     per_token: Histogram,
     whole: Histogram,
     queued: Histogram,
@@ -119,9 +120,14 @@ impl Metrics {
                 "From the request to its first token.",
                 WAITS,
             )?,
+            inter_token: make.histogram(
+                "vllm:inter_token_latency_seconds",
+                "Between two tokens of an answer; every pair counts, as it comes.",
+                TOKENS,
+            )?,
             per_token: make.histogram(
                 "vllm:request_time_per_output_token_seconds",
-                "Between two tokens of an answer, on average.",
+                "Between two tokens of an answer, on average; every answer counts, when it has ended.",
                 TOKENS,
             )?,
             whole: make.histogram(
@@ -161,6 +167,11 @@ impl Metrics {
         if usage.completion_tokens > 1 {
             self.per_token.observe(seconds(timing.decode) / f64::from(usage.completion_tokens - 1));
         }
+    }
+
+    /// So much time lay between two tokens of an answer.
+    pub(crate) fn inter_token(&self, time: Duration) {
+        self.inter_token.observe(time.as_secs_f64());
     }
 
     /// A request was answered, at the route `path`.

@@ -132,7 +132,7 @@ impl Session {
                     reading.finish_and_clear();
                     sink(delta)?;
                 }
-                Some(Event::Started | Event::Token { .. }) => {}
+                Some(Event::Started | Event::InterToken(_) | Event::Token { .. }) => {}
                 Some(Event::Finished(finished)) => {
                     reading.finish_and_clear();
                     log_speed(&finished);

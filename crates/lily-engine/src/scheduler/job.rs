@@ -32,6 +32,7 @@ pub(super) struct Job {
     submitted: Instant,
     started: Option<Instant>,
     first_token: Option<Instant>,
+    last_token: Option<Instant>,
     events: UnboundedSender<Event>,
     /// `None` after the last event.
     place: Option<Place>,
@@ -101,6 +102,7 @@ impl Job {
             submitted: Instant::now(),
             started: None,
             first_token: None,
+            last_token: None,
             events,
             place: Some(place),
         }
@@ -177,7 +179,11 @@ impl Job {
 
     /// Takes a token; gives whether it was the last one, and then the last event was sent.
     pub fn token(&mut self, sampled: Sampled, tokenizer: &Tokenizer, eos: &[u32]) -> bool {
-        self.first_token.get_or_insert_with(Instant::now);
+        let now = Instant::now();
+        self.first_token.get_or_insert(now);
+        if let Some(last) = self.last_token.replace(now) {
+            self.send(Event::InterToken(now.saturating_duration_since(last)));
+        }
         self.usage.completion_tokens += 1;
         let id = sampled.token;
         if eos.contains(&id) && !self.ignore_eos {
@@ -231,7 +237,7 @@ impl Job {
         let timing = Timing {
             queued: between(Some(self.submitted), self.started),
             prefill: between(self.started, self.first_token),
-            decode: between(self.first_token, Some(Instant::now())),
+            decode: between(self.first_token, self.last_token),
         };
         let stop = self.reply.stop_string().map(str::to_owned);
         self.last_event(Event::Finished(Finished { reason, stop, usage: self.usage, timing }));

@@ -91,6 +91,7 @@ struct Outcome {
     calls: Vec<(String, String)>,
     prefill: Vec<u32>,
     tokens: Vec<u32>,
+    inter_token: Vec<Duration>,
     end: Option<Result<Finished, RequestError>>,
 }
 
@@ -110,6 +111,7 @@ impl Outcome {
                     assert!(outcome.prefill.last().is_none_or(|&last| last < done) && done <= total);
                     outcome.prefill.push(done);
                 }
+                Event::InterToken(time) => outcome.inter_token.push(time),
                 Event::Token { id, .. } => outcome.tokens.push(id),
                 Event::Delta(Delta::Text(text)) => outcome.text += &text,
                 Event::Delta(Delta::Reasoning(text)) => outcome.reasoning += &text,
@@ -160,6 +162,19 @@ fn a_request_is_answered() {
     assert_eq!((usage.reasoning_tokens, usage.cached_tokens), (0, 0));
     assert!(timing.queued + timing.prefill + timing.decode < PATIENCE);
     assert_eq!(harness.engine.status().steps, 3 + "Čau, světe".len() as u64);
+    harness.close();
+}
+
+#[test]
+fn every_time_between_two_tokens_is_reported() {
+    let pause = Duration::from_millis(30);
+    let harness = Harness::scripted(move |_| [say("ab"), vec![Act::Pause(pause)], say("cd")].concat());
+    let outcome = harness.run(request(vec![1; 40]));
+    let Finished { usage, timing, .. } = outcome.finished();
+    let times = &outcome.inter_token;
+    assert_eq!((times.len(), usage.completion_tokens), (4, 5), "before b, c, d and the end of the turn");
+    assert_eq!(times.iter().sum::<Duration>(), timing.decode);
+    assert!(times[1] >= pause, "{times:?}");
     harness.close();
 }
 

@@ -351,8 +351,9 @@ mod tests {
         #[test]
         fn whatever_a_field_holds_the_error_points_into_it(
             name in prop::sample::select(vec![
-                "messages", "tools", "tool_choice", "stop", "stream_options", "logit_bias", "seed", "n", "top_k",
-                "temperature", "max_tokens", "response_format", "grammar", "thinking_budget", "chat_template_kwargs", "enable_thinking", "model",
+                "messages", "tools", "tool_choice", "stop", "stream_options", "logit_bias", "seed",
+                "n", "top_k", "temperature", "max_tokens", "response_format", "grammar",
+                "thinking_budget", "chat_template_kwargs", "enable_thinking", "model",
             ]),
             value in any_json(),
         ) {

@@ -228,7 +228,9 @@ mod tests {
     proptest! {
         #[test]
         fn whatever_a_field_holds_the_error_points_into_it(
-            name in prop::sample::select(vec!["prompt", "suffix", "echo", "logprobs", "n", "stream_options", "grammar"]),
+            name in prop::sample::select(vec![
+                "prompt", "suffix", "echo", "logprobs", "n", "stream_options", "grammar",
+            ]),
             value in any_json(),
         ) {
             if let Err(error) = parse(json!({name: value})) {

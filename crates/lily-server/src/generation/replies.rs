@@ -36,6 +36,9 @@ pub(crate) enum Piece {
     End(Finished),
 }
 
+/// What comes next, and of which answer; `None`: all have ended.
+pub(crate) type Next<P> = Option<Result<(usize, P), ApiError>>;
+
 /// How far a prompt is read, in llama.cpp's form.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(crate) struct PromptProgress {
@@ -114,7 +117,7 @@ impl Replies {
     }
 
     /// The next piece and whose it is; `None`: all have ended. May be dropped and asked again.
-    pub async fn next(&mut self) -> Option<Result<(usize, Piece), ApiError>> {
+    pub async fn next(&mut self) -> Next<Piece> {
         let mut abandoned = pin!(self.engine.abandoned());
         loop {
             let patience = self.patience;
@@ -135,7 +138,7 @@ impl Replies {
     }
 
     /// As [`Replies::next`]; without a piece it is a sign of progress alone.
-    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<(usize, Option<Piece>), ApiError>>> {
+    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Next<Option<Piece>>> {
         let (n, first) = (self.generations.len(), self.first);
         for i in (0..n).map(|i| (first + i) % n) {
             if let Some(Some(generation)) = self.generations.get_mut(i) {
@@ -152,6 +155,10 @@ impl Replies {
         match event {
             Some(Event::Started) => {
                 self.started.get_or_insert_with(Instant::now);
+                Ok(None)
+            }
+            Some(Event::InterToken(time)) => {
+                self.metrics.inter_token(time);
                 Ok(None)
             }
             Some(Event::Prefill { done, total, cached }) => {

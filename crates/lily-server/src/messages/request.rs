@@ -221,7 +221,10 @@ mod tests {
     proptest! {
         #[test]
         fn whatever_a_field_holds_the_error_points_into_it(
-            name in prop::sample::select(vec!["messages", "system", "tools", "tool_choice", "thinking", "output_config", "output_format", "stop_sequences"]),
+            name in prop::sample::select(vec![
+                "messages", "system", "tools", "tool_choice", "thinking", "output_config",
+                "output_format", "stop_sequences",
+            ]),
             value in any_json(),
         ) {
             if let Err(error) = parse(json!({name: value})) {

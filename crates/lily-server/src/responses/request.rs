@@ -243,7 +243,10 @@ mod tests {
     proptest! {
         #[test]
         fn whatever_a_field_holds_the_error_points_into_it(
-            name in prop::sample::select(vec!["input", "instructions", "tools", "tool_choice", "reasoning", "text", "include", "stream_options"]),
+            name in prop::sample::select(vec![
+                "input", "instructions", "tools", "tool_choice", "reasoning", "text", "include",
+                "stream_options",
+            ]),
             value in any_json(),
         ) {
             if let Err(error) = parse(json!({name: value})) {

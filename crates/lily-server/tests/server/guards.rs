@@ -96,6 +96,13 @@ async fn metrics_count_what_was_done() {
     assert_eq!(value("vllm:prefix_cache_hits_total{"), 2.0 * cached);
     assert_eq!(value("vllm:request_success_total{finished_reason=\"stop\""), 3.0);
     assert_eq!(value("vllm:time_to_first_token_seconds_count{"), 3.0);
+    let generated = 3.0 * number(&usage["completion_tokens"]);
+    assert_eq!(
+        value("vllm:inter_token_latency_seconds_count{"),
+        generated - 3.0,
+        "an answer's first has none"
+    );
+    assert_eq!(value("vllm:request_time_per_output_token_seconds_count{"), 3.0);
     assert_eq!(value("vllm:num_requests_running{"), 0.0);
     assert!(value("vllm:kv_cache_usage_perc{") > 0.0, "the cache holds state");
     let answers = "http_requests_total{handler=\"/v1/chat/completions\",method=\"POST\",status=\"200\"}";
