@@ -115,6 +115,8 @@ pub enum Event {
         done: u32,
         /// Tokens of the prompt.
         total: u32,
+        /// Of these, tokens that came from the prefix cache.
+        cached: u32,
     },
     /// A token of the prompt, in order (only sent when log-probabilities of the prompt were asked for).
     PromptToken {

@@ -20,6 +20,7 @@ use std::time::{Duration, Instant};
 use lily_model::backend::{Backend, Limits};
 use lily_model::tokenizer::Tokenizer;
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
+use tokio::sync::watch;
 
 use crate::constraint::masks::Masks;
 use crate::constraint::{Compiler, Constraint, ConstraintError, Outline};
@@ -96,10 +97,14 @@ pub struct Status {
     pub steps: u64,
     /// Time since the last step ended, or since the start.
     pub last_step_age: Duration,
+    /// Time for which there has been work and no step has ended; zero while there is no work.
+    pub stalled: Duration,
     /// Why the engine stopped, if it did.
     pub stopped: Option<String>,
     /// Context limit, tokens.
     pub context: u32,
+    /// Sequences that the backend holds for requests; one outlives its request until no step works on it.
+    pub sequences: usize,
     /// Bytes of state that are reserved, for requests and for the cache.
     pub state_bytes: u64,
     /// The most that these may be.
@@ -122,6 +127,10 @@ struct Shared {
     steps: AtomicU64,
     /// When the last step ended, milliseconds after `started`.
     last_step: AtomicU64,
+    /// When the last step ended or work began, whichever was later, milliseconds after `started`.
+    progress: AtomicU64,
+    abandoned: watch::Sender<bool>,
+    sequences: AtomicUsize,
     state_bytes: AtomicU64,
     cache_snapshots: AtomicUsize,
     cache_bytes: AtomicU64,
@@ -156,6 +165,9 @@ impl Engine {
             running: AtomicUsize::new(0),
             steps: AtomicU64::new(0),
             last_step: AtomicU64::new(0),
+            progress: AtomicU64::new(0),
+            abandoned: watch::Sender::new(false),
+            sequences: AtomicUsize::new(0),
             state_bytes: AtomicU64::new(0),
             cache_snapshots: AtomicUsize::new(0),
             cache_bytes: AtomicU64::new(0),
@@ -230,6 +242,7 @@ impl Engine {
             let budget = inner.limits.state_budget;
             return Err(SubmitError::TooLarge { tokens: capacity, needed, budget });
         }
+        inner.shared.work_begins();
         let place = inner.take_place()?;
         let seed = request.sampling.seed.unwrap_or_else(|| inner.new_seed());
         let (sender, events) = unbounded_channel();
@@ -258,13 +271,32 @@ impl Engine {
             waiting: shared.open.load(Ordering::Relaxed).saturating_sub(running),
             steps: shared.steps.load(Ordering::Relaxed),
             last_step_age: shared.started.elapsed().saturating_sub(last_step),
+            stalled: shared.stalled(),
             stopped: shared.stopped.get().map(Stopped::to_string),
             context: self.inner.limits.context,
+            sequences: shared.sequences.load(Ordering::Relaxed),
             state_bytes: shared.state_bytes.load(Ordering::Relaxed),
             state_limit: self.inner.limits.state_budget,
             cache_snapshots: shared.cache_snapshots.load(Ordering::Relaxed),
             cache_bytes: shared.cache_bytes.load(Ordering::Relaxed),
             cache_limit: self.inner.cache_limit,
+        }
+    }
+
+    /// Gives up on a device that does not come back: no request is accepted any more, and [`Engine::abandoned`]
+    /// resolves. The thread is left behind with the requests that it has.
+    pub fn abandon(&self, reason: String) {
+        let _ = self.inner.shared.stopped.set(Stopped::Failed(reason));
+        self.inner.shared.abandoned.send_replace(true);
+    }
+
+    /// Resolves when the engine is given up, with the reason: no more events will come.
+    pub fn abandoned(&self) -> impl Future<Output = String> + use<> {
+        let shared = Arc::clone(&self.inner.shared);
+        async move {
+            // The sender is in `shared`, so it can't have gone.
+            let _ = shared.abandoned.subscribe().wait_for(|abandoned| *abandoned).await;
+            shared.stopped.get().map_or_else(String::new, Stopped::to_string)
         }
     }
 
@@ -295,6 +327,37 @@ impl Engine {
     }
 }
 
+impl Shared {
+    /// A step ended.
+    fn step_ended(&self) {
+        let now = self.now();
+        self.last_step.store(now, Ordering::Relaxed);
+        self.progress.store(now, Ordering::SeqCst);
+        self.steps.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// A request is about to be accepted. Called before it counts as open, lest its wait seem to have begun at the last
+    /// step.
+    fn work_begins(&self) {
+        if self.open.load(Ordering::SeqCst) == 0 {
+            self.progress.store(self.now(), Ordering::SeqCst);
+        }
+    }
+
+    fn stalled(&self) -> Duration {
+        if self.open.load(Ordering::SeqCst) == 0 {
+            return Duration::ZERO;
+        }
+        let progress = Duration::from_millis(self.progress.load(Ordering::SeqCst));
+        self.started.elapsed().saturating_sub(progress)
+    }
+
+    /// Milliseconds after `started`.
+    fn now(&self) -> u64 {
+        self.started.elapsed().as_millis() as u64
+    }
+}
+
 impl Inner {
     fn check_running(&self) -> Result<(), SubmitError> {
         match self.shared.stopped.get() {
@@ -322,7 +385,7 @@ impl Inner {
     fn take_place(&self) -> Result<Place, SubmitError> {
         let open = &self.shared.open;
         let more = |n: usize| (n < self.max_open).then_some(n + 1);
-        match open.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more) {
+        match open.fetch_update(Ordering::SeqCst, Ordering::SeqCst, more) {
             Ok(_) => Ok(Place::new(Arc::clone(&self.shared))),
             Err(n) => {
                 let running = self.shared.running.load(Ordering::Relaxed);

@@ -76,6 +76,8 @@ async fn main() -> Result<(), Box<dyn Error>> {
         defaults: greedy(),
         api_key: None,
         hosts: Vec::new(),
+        origins: Vec::new(),
+        tls: None,
         metrics: Metrics::new("scripted")?,
         created: unix_time(),
         limits: Limits::default(),

@@ -15,11 +15,13 @@ use lily_model::template::ChatTemplate;
 use lily_model::tokenizer::Tokenizer;
 use tower_http::catch_panic::CatchPanicLayer;
 
+use crate::cors::{self, Origin};
 use crate::error::ApiError;
 use crate::metrics::Metrics;
+use crate::tls::Tls;
 use crate::{
-    auth, body, chat_completions, completions, health, host, messages, metrics, models, responses, tokenize,
-    trace,
+    auth, body, chat_completions, completions, health, host, messages, metrics, models, openapi, responses,
+    tokenize, trace,
 };
 
 /// Everything a request may need. Shared by all connections.
@@ -38,6 +40,10 @@ pub struct ServerState {
     pub api_key: Option<String>,
     /// Names beside those of this machine to which requests may be addressed, where only it can reach the server.
     pub hosts: Vec<String>,
+    /// Web pages from elsewhere that may read answers; empty: none.
+    pub origins: Vec<Origin>,
+    /// What connections are encrypted with, if they are.
+    pub tls: Option<Tls>,
     /// What is counted.
     pub metrics: Metrics,
     /// When the model was loaded, seconds since 1970.
@@ -53,12 +59,24 @@ pub struct Limits {
     pub body_bytes: usize,
     /// Longest time a body may take to arrive.
     pub body_time: Duration,
+    /// Longest head of a request, bytes.
+    pub head_bytes: usize,
+    /// Most header lines of a request.
+    pub headers: usize,
     /// Longest time the head of a request may take to arrive, counted from the end of the previous one.
     pub head_time: Duration,
     /// Longest time that a client may take nothing of an answer that waits for it.
     pub write_time: Duration,
     /// A stream that was silent for this long gets a comment line.
     pub keep_alive: Duration,
+    /// Longest time from a request to the end of its answer.
+    pub request_time: Option<Duration>,
+    /// Longest time that a request which has left the queue may make no progress.
+    pub idle_time: Option<Duration>,
+    /// Longest time that the engine may finish no step while it has work; then the server gives up.
+    pub stall_time: Option<Duration>,
+    /// Time between two log lines about a prompt that is being read.
+    pub progress_time: Duration,
     /// Time that running answers get to finish after the server was told to stop.
     pub shutdown_time: Duration,
 }
@@ -69,9 +87,17 @@ impl Default for Limits {
             // The longest context, 262,144 tokens, is about 1 MB of English text.
             body_bytes: 8 << 20,
             body_time: Duration::from_secs(30),
+            // Keys, cookies and traces take a few hundred bytes each.
+            head_bytes: 64 << 10,
+            headers: 100,
             head_time: Duration::from_secs(30),
             write_time: Duration::from_secs(60),
             keep_alive: Duration::from_secs(15),
+            request_time: None,
+            idle_time: None,
+            // A step of the largest chunk takes half a minute on a slow machine.
+            stall_time: Some(Duration::from_secs(300)),
+            progress_time: Duration::from_secs(5),
             shutdown_time: Duration::from_secs(10),
         }
     }
@@ -102,6 +128,7 @@ pub fn router(state: Arc<ServerState>, local: bool) -> Router {
         .route_layer(key());
     let routes = Router::new()
         .route("/health", get(health::health))
+        .route("/openapi.json", get(openapi::document))
         .merge(keyed)
         .merge(anthropic)
         .fallback(not_found)
@@ -110,6 +137,11 @@ pub fn router(state: Arc<ServerState>, local: bool) -> Router {
     let routes = match local {
         true => routes.layer(from_fn_with_state(Arc::clone(&state), host::check)),
         false => routes,
+    };
+    // Outside of the key: a browser asks without one whether it may send one.
+    let routes = match state.origins.as_slice() {
+        [] => routes,
+        origins => routes.layer(cors::layer(origins)),
     };
     with_layers(routes.layer(from_fn_with_state(state, metrics::count)))
 }

@@ -149,6 +149,7 @@ impl ApiError {
                 Self::request(StatusCode::TOO_MANY_REQUESTS, "queue_full", message)
             }
             SubmitError::Stopped(_) => {
+                let message = without_paths(&message);
                 Self::request(StatusCode::SERVICE_UNAVAILABLE, "engine_stopped", message)
             }
         }
@@ -164,8 +165,22 @@ impl From<RequestError> for ApiError {
             RequestError::Constraint(_) => (StatusCode::BAD_REQUEST, "constraint_failed"),
             RequestError::Shutdown => (StatusCode::SERVICE_UNAVAILABLE, "shutdown"),
         };
-        Self::request(status, code, error.to_string())
+        Self::request(status, code, without_paths(&error.to_string()))
     }
+}
+
+/// A message of the system or of a device without the paths in it, which are nobody else's business; the log has them.
+pub(crate) fn without_paths(message: &str) -> String {
+    let is_end = |c: char| c.is_whitespace() || "\"'`()<>,;".contains(c);
+    let word = |word: &str| {
+        let path = word.trim_end_matches(is_end);
+        let is_path = path.starts_with(['/', '~'])
+            || path.contains(":\\")
+            || path.contains("/./")
+            || path.contains("../");
+        if is_path && path.len() > 1 { format!("[path]{}", &word[path.len()..]) } else { word.to_owned() }
+    };
+    message.split_inclusive(is_end).map(word).collect()
 }
 
 impl From<ChatError> for ApiError {
@@ -188,6 +203,23 @@ impl From<ChatError> for ApiError {
             message,
             param: Some(error.param()),
             code: Some(code),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_are_left_out_of_messages() {
+        for (message, expected) in [
+            ("can't open /usr/lib/x.so: no such file", "can't open [path] no such file"),
+            ("'/home/me/a b' is gone, (/tmp/x)", "'[path] b' is gone, ([path])"),
+            ("C:\\models\\x is gone", "[path] is gone"),
+            ("3/4 of a token, and / or", "3/4 of a token, and / or"),
+        ] {
+            assert_eq!(without_paths(message), expected);
         }
     }
 }

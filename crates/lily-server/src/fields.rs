@@ -39,9 +39,16 @@ impl<'a> Fields<'a> {
         if self.path.is_empty() { name.to_owned() } else { format!("{}.{name}", self.path) }
     }
 
+    /// A member is known, whether it is there or not.
+    fn note(&mut self, name: &'static str) {
+        #[cfg(test)]
+        crate::openapi::tests::record(self.path(name));
+        self.known.push(name);
+    }
+
     /// A member of any kind.
     pub fn any(&mut self, name: &'static str) -> Option<&'a Value> {
-        self.known.push(name);
+        self.note(name);
         self.members.get(name).filter(|value| !value.is_null())
     }
 
@@ -131,7 +138,9 @@ impl<'a> Fields<'a> {
                 return Err(ApiError::unsupported(self.path(name), problem));
             }
         }
-        self.known.extend(no_effect);
+        for name in no_effect {
+            self.note(name);
+        }
         self.finish();
         Ok(())
     }

@@ -9,13 +9,14 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::serve::Listener;
+use hyper::rt::{Read, Write};
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{oneshot, watch};
 use tokio::task::JoinSet;
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 use tokio_io_timeout::TimeoutStream;
 
 use crate::app::{Limits, ServerState, router};
@@ -55,6 +56,9 @@ pub enum ServeError {
     /// The engine did not stop: its device does not answer.
     #[error("the engine did not stop within {0:?}: its device does not answer")]
     EngineStuck(Duration),
+    /// The engine has work and finishes no step.
+    #[error("the engine finished no step in {0:?}: its device does not answer")]
+    Stalled(Duration),
 }
 
 /// Opens a socket. Port 0 takes a free one; ask the listener which.
@@ -67,7 +71,7 @@ pub async fn bind(host: &str, port: u16) -> Result<TcpListener, ServeError> {
 
 /// Serves until `shutdown` resolves. Then no connection is accepted any more, running answers get
 /// [`Limits::shutdown_time`](crate::app::Limits) to finish and are cancelled after it, and the engine is
-/// stopped. Dropping the future ends everything at once, except the engine's thread.
+/// stopped. If the engine stalls, its requests fail and the server ends. Dropping the future ends everything at once, except the engine's thread.
 pub async fn serve(
     listener: TcpListener,
     state: Arc<ServerState>,
@@ -79,21 +83,57 @@ pub async fn serve(
     // Dropping the sender tells all connections to end after their present answer.
     let (stop, stopped) = watch::channel(());
     let mut connections = JoinSet::new();
-    accept(listener, &mut connections, shutdown, |stream| {
-        serve_connection(stream, router.clone(), state.limits.clone(), stopped.clone())
-    })
-    .await;
+    let accepting = accept(listener, &mut connections, shutdown, |stream| {
+        serve_stream(stream, router.clone(), Arc::clone(&state), stopped.clone())
+    });
+    let stalled = tokio::select! {
+        () = accepting => None,
+        limit = stall(&state) => Some(limit),
+    };
+    if let Some(limit) = stalled {
+        let error = ServeError::Stalled(limit);
+        state.engine.abandon(error.to_string());
+        drop(stop);
+        last_words(&mut connections).await;
+        return Err(error);
+    }
 
     let running = connections.len();
     tracing::info!(connections = running, "stopping: running answers may finish");
     drop(stop);
     let engine = stop_engine(&state);
     let engine = timeout(state.limits.shutdown_time + LAST_WORDS, engine).await;
-    let last_words = async { while connections.join_next().await.is_some() {} };
-    if timeout(LAST_WORDS, last_words).await.is_err() {
+    last_words(&mut connections).await;
+    engine.map_err(|_| ServeError::EngineStuck(state.limits.shutdown_time + LAST_WORDS))
+}
+
+/// Lets connections end.
+async fn last_words(connections: &mut JoinSet<()>) {
+    let ended = async { while connections.join_next().await.is_some() {} };
+    if timeout(LAST_WORDS, ended).await.is_err() {
         tracing::warn!(connections = connections.len(), "connections cut: their clients do not read");
     }
-    engine.map_err(|_| ServeError::EngineStuck(state.limits.shutdown_time + LAST_WORDS))
+}
+
+/// Resolves when the engine has had work for [`Limits::stall_time`] and finished no step.
+async fn stall(state: &ServerState) -> Duration {
+    let Some(limit) = state.limits.stall_time else { return pending().await };
+    loop {
+        sleep(limit / 8).await;
+        let status = state.engine.status();
+        if status.stalled >= limit && status.stopped.is_none() {
+            let (stalled, running, waiting, steps) =
+                (status.stalled, status.running, status.waiting, status.steps);
+            tracing::error!(
+                ?stalled,
+                running,
+                waiting,
+                steps,
+                "the device does not answer: the server gives up"
+            );
+            return limit;
+        }
+    }
 }
 
 /// Accepts connections until `shutdown` resolves. The listener is closed on return.
@@ -120,12 +160,13 @@ async fn accept<F: Future<Output = ()> + Send + 'static>(
     }
 }
 
-async fn serve_connection(
+async fn serve_stream(
     stream: TcpStream,
     router: Router,
-    limits: Limits,
-    mut stopped: watch::Receiver<()>,
+    state: Arc<ServerState>,
+    stopped: watch::Receiver<()>,
 ) {
+    let limits = state.limits.clone();
     // Tokens are small: each must leave at once.
     if let Err(error) = stream.set_nodelay(true) {
         tracing::debug!(%error, "TCP_NODELAY could not be set");
@@ -133,11 +174,30 @@ async fn serve_connection(
     // A client that takes nothing holds what is written for it, and its answer goes on for nobody.
     let mut stream = TimeoutStream::new(stream);
     stream.set_write_timeout(Some(limits.write_time));
+    let stream = Box::pin(stream);
+    let Some(tls) = &state.tls else {
+        return serve_connection(TokioIo::new(stream), router, limits, stopped).await;
+    };
+    match timeout(limits.head_time, tls.0.accept(stream)).await {
+        Ok(Ok(stream)) => serve_connection(TokioIo::new(stream), router, limits, stopped).await,
+        Ok(Err(error)) => tracing::debug!(%error, "no TLS connection"),
+        Err(_) => tracing::debug!("no TLS connection: the client does not go on"),
+    }
+}
+
+async fn serve_connection(
+    stream: impl Read + Write + Unpin + Send + 'static,
+    router: Router,
+    limits: Limits,
+    mut stopped: watch::Receiver<()>,
+) {
     let service = TowerToHyperService::new(router);
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(limits.head_time)
-        .serve_connection(TokioIo::new(Box::pin(stream)), service);
+        .max_buf_size(limits.head_bytes)
+        .max_headers(limits.headers)
+        .serve_connection(stream, service);
     let mut connection = pin!(connection);
     let result = tokio::select! {
         result = connection.as_mut() => result,

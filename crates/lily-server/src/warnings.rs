@@ -3,7 +3,7 @@
 use axum::http::{HeaderName, HeaderValue};
 use axum::response::Response;
 
-const WARNING: HeaderName = HeaderName::from_static("x-lily-warning");
+pub(crate) const WARNING: HeaderName = HeaderName::from_static("x-lily-warning");
 
 /// Most headers of an answer: clients take a bounded number.
 const MOST: usize = 16;

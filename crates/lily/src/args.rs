@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use clap::{Parser, Subcommand, ValueEnum};
+use lily_server::cors::Origin;
 
 /// Runs Qwen3.6-35B-A3B and models of its family, from files on this machine.
 #[derive(Debug, Parser)]
@@ -36,6 +37,19 @@ pub struct Global {
     /// Say more on standard error; twice for even more. LILY_LOG takes filters like `lily_engine=debug`
     #[arg(short, long, global = true, action = clap::ArgAction::Count)]
     pub verbose: u8,
+    /// Form of the log's lines
+    #[arg(long, global = true, value_enum, default_value_t, env = "LILY_LOG_FORMAT", value_name = "FORMAT")]
+    pub log_format: LogFormat,
+}
+
+/// A form of log lines.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum LogFormat {
+    /// For people.
+    #[default]
+    Text,
+    /// One JSON object a line; `span` has the request's id, method and path.
+    Json,
 }
 
 impl Global {
@@ -191,6 +205,9 @@ impl CacheSize {
     }
 }
 
+/// A year: a limit that can be added to any time.
+const MAX_SECONDS: u64 = 365 * 24 * 3600;
+
 #[derive(Debug, clap::Args)]
 pub struct Serve {
     /// Address to listen on
@@ -208,6 +225,28 @@ pub struct Serve {
     /// Take requests that are addressed to this name too, say of a proxy on this machine; may be given several times
     #[arg(long, value_name = "NAME")]
     pub allow_host: Vec<String>,
+    /// Let web pages from this origin, say https://app.example, use the server; * stands for all. May be given several
+    /// times. Default: none
+    #[arg(long, value_name = "ORIGIN")]
+    pub cors_origin: Vec<Origin>,
+    /// Encrypt connections (TLS): the server's certificate, followed by those that vouch for it, in PEM form
+    #[arg(long, requires = "tls_key", value_name = "FILE")]
+    pub tls_cert: Option<PathBuf>,
+    /// The certificate's private key, in PEM form
+    #[arg(long, requires = "tls_cert", value_name = "FILE")]
+    pub tls_key: Option<PathBuf>,
+    /// Longest time from a request to the end of its answer; 0: none
+    #[arg(long, default_value_t = 0, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(..=MAX_SECONDS))]
+    pub request_timeout: u64,
+    /// Longest time that a request which is worked on may make no progress; 0: none
+    #[arg(long, default_value_t = 0, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(..=MAX_SECONDS))]
+    pub idle_timeout: u64,
+    /// Longest time that the device may finish nothing while it has work; then the server ends. 0: none
+    #[arg(long, default_value_t = 300, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(..=MAX_SECONDS))]
+    pub stall_timeout: u64,
+    /// Time that running answers get to finish after the first Ctrl-C
+    #[arg(long, default_value_t = 10, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(..=MAX_SECONDS))]
+    pub shutdown_timeout: u64,
     /// Requests worked on side by side; memory is set aside for as many sequences of full length
     #[arg(long, default_value_t = 4, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256))]
     pub max_sequences: u32,

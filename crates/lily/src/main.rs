@@ -30,7 +30,7 @@ const USAGE: u8 = 2;
 
 fn main() -> ExitCode {
     let args = Args::parse();
-    log::start(args.global.verbose, matches!(args.command, Command::Serve(_)));
+    log::start(args.global.verbose, matches!(args.command, Command::Serve(_)), args.global.log_format);
     let Err(error) = execute(&args) else { return ExitCode::SUCCESS };
     if error.is::<Interrupted>() {
         return ExitCode::from(interrupt::EXIT_CODE);

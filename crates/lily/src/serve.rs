@@ -3,11 +3,13 @@
 use std::io::{self, Write};
 use std::net::IpAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::{Result, bail};
 use lily_server::app::{Limits, ServerState, unix_time};
 use lily_server::metrics::Metrics;
 use lily_server::serve::{bind, serve as run_server};
+use lily_server::tls::Tls;
 use tokio::net::TcpListener;
 
 use crate::args::{Global, Serve, UsageError};
@@ -27,9 +29,11 @@ pub fn serve(args: &Serve, global: &Global) -> Result<()> {
                 args.host
             )));
         }
+        let tls = args.tls_cert.as_deref().zip(args.tls_key.as_deref());
+        let tls = tls.map(|(cert, key)| Tls::load(cert, key)).transpose()?;
         let (context, sequences, cache) = (args.context.ctx_size, args.max_sequences, args.cache.bytes());
         let session = tokio::task::block_in_place(|| Session::start(global, context, sequences, cache))?;
-        serve_session(listener, session, api_key, args.allow_host.clone()).await
+        serve_session(listener, session, api_key, tls, args).await
     })
 }
 
@@ -44,11 +48,23 @@ fn api_key(args: &Serve) -> Result<Option<String>> {
     }
 }
 
+fn limits(args: &Serve) -> Limits {
+    let seconds = |n: u64| (n > 0).then(|| Duration::from_secs(n));
+    Limits {
+        request_time: seconds(args.request_timeout),
+        idle_time: seconds(args.idle_timeout),
+        stall_time: seconds(args.stall_timeout),
+        shutdown_time: Duration::from_secs(args.shutdown_timeout),
+        ..Limits::default()
+    }
+}
+
 async fn serve_session(
     listener: TcpListener,
     session: Session,
     api_key: Option<String>,
-    hosts: Vec<String>,
+    tls: Option<Tls>,
+    args: &Serve,
 ) -> Result<()> {
     let interrupts = Interrupts::listen()?;
     let state = ServerState {
@@ -59,16 +75,19 @@ async fn serve_session(
         model: session.name,
         defaults: default_sampling(&session.model.generation),
         api_key,
-        hosts,
+        hosts: args.allow_host.clone(),
+        origins: args.cors_origin.clone(),
+        tls,
         created: unix_time(),
-        limits: Limits::default(),
+        limits: limits(args),
     };
+    let scheme = if state.tls.is_some() { "https" } else { "http" };
     let address = listener.local_addr()?;
     let host = match address.ip() {
         IpAddr::V6(ip) => format!("[{ip}]"),
         ip => ip.to_string(),
     };
-    writeln!(io::stdout(), "listening on http://{host}:{}", address.port())?;
+    writeln!(io::stdout(), "listening on {scheme}://{host}:{}", address.port())?;
     let stop = async {
         tokio::select! {
             () = interrupts.first() => {}

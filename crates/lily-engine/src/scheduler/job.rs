@@ -193,8 +193,9 @@ impl Job {
 
     /// So many tokens of the prompt are read; gives whether nothing is to follow, and then the last event was sent.
     pub fn prefilled(&mut self, done: u32) -> bool {
-        self.send(Event::Prefill { done, total: self.usage.prompt_tokens });
-        let ends = done == self.usage.prompt_tokens && self.max_tokens() == 0;
+        let Usage { prompt_tokens: total, cached_tokens: cached, .. } = self.usage;
+        self.send(Event::Prefill { done, total, cached });
+        let ends = done == total && self.max_tokens() == 0;
         if ends {
             self.finish(FinishReason::Length);
         }

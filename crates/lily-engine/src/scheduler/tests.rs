@@ -111,7 +111,7 @@ impl Outcome {
             );
             match event {
                 Event::Started => assert!(!std::mem::replace(&mut started, true)),
-                Event::Prefill { done, total } => {
+                Event::Prefill { done, total, .. } => {
                     assert!(outcome.prefill.last().is_none_or(|&last| last < done) && done <= total);
                     outcome.prefill.push(done);
                 }

@@ -229,6 +229,7 @@ impl Worker {
     fn report_memory(&self) {
         let bytes = self.backend.limits().state_budget.saturating_sub(self.backend.free_bytes());
         self.shared.state_bytes.store(bytes, Ordering::Relaxed);
+        self.shared.sequences.store(self.sequences.len(), Ordering::Relaxed);
         let bytes = Cache::bytes(&*self.backend, reserved(&self.sequences));
         self.shared.cache_bytes.store(bytes, Ordering::Relaxed);
         self.shared.cache_snapshots.store(self.cache.len(), Ordering::Relaxed);
@@ -299,9 +300,7 @@ impl Worker {
     /// Waits for a step and hands out its results.
     fn complete(&mut self, step: Step) -> Result<(), BackendError> {
         let results = self.backend.wait(step.ticket)?;
-        let elapsed = self.shared.started.elapsed().as_millis() as u64;
-        self.shared.last_step.store(elapsed, Ordering::Relaxed);
-        self.shared.steps.fetch_add(1, Ordering::Relaxed);
+        self.shared.step_ended();
         if results.len() != step.segments.len() {
             let (got, expected) = (results.len(), step.segments.len());
             return Err(BackendError::Device(format!("{got} results for {expected} segments")));

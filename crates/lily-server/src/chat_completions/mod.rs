@@ -11,9 +11,10 @@ use axum::Json;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 
-pub(crate) use self::request::{ChatCompletionRequest, parse_include_usage};
+pub(crate) use self::request::{ChatCompletionRequest, parse_include_usage, parse_return_progress};
 pub(crate) use self::response::UsageReport;
 use self::response::{ChatCompletion, Choices, FullChoice, Head};
+use self::stream::Told;
 use crate::app::{ServerState, unix_time};
 use crate::body::{JsonBytes, parse_object};
 use crate::error::ApiError;
@@ -28,10 +29,10 @@ pub(crate) async fn create(
     State(state): State<Arc<ServerState>>,
     JsonBytes(body): JsonBytes,
 ) -> Result<Response, ApiError> {
-    let (requests, stream, include_usage, tagged) = blocking(&state, move |state| {
+    let (requests, stream, told, tagged) = blocking(&state, move |state| {
         let request = ChatCompletionRequest::parse(&parse_object(&body)?, &state.defaults)?;
-        let ChatCompletionRequest { turn, n, stream, include_usage, tagged } = request;
-        Ok((answers(turn.request(state)?, n), stream, include_usage, tagged))
+        let ChatCompletionRequest { turn, n, stream, include_usage, return_progress, tagged } = request;
+        Ok((answers(turn.request(state)?, n), stream, Told { include_usage, return_progress }, tagged))
     })
     .await?;
     let logprobs = requests.iter().any(|request| request.sampling.logprobs.is_some());
@@ -46,7 +47,7 @@ pub(crate) async fn create(
         system_fingerprint: FINGERPRINT,
     };
     if stream {
-        return Ok(stream::response(head, replies, choices, include_usage, state.limits.keep_alive));
+        return Ok(stream::response(head, replies, choices, told, state.limits.keep_alive));
     }
     let mut full: Vec<FullChoice> = (0..n).map(FullChoice::new).collect();
     while let Some(piece) = replies.next().await {

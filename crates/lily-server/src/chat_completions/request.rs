@@ -51,6 +51,8 @@ pub(crate) struct ChatCompletionRequest {
     pub n: u32,
     pub stream: bool,
     pub include_usage: bool,
+    /// A stream tells how far the prompt is read.
+    pub return_progress: bool,
     /// Thoughts are part of the content, between their tags.
     pub tagged: bool,
 }
@@ -72,6 +74,7 @@ impl ChatCompletionRequest {
             n: parse_n(&mut fields)?,
             stream,
             include_usage: parse_include_usage(&mut fields, stream)?,
+            return_progress: parse_return_progress(&mut fields, stream)?,
             tagged: fields.one_of("reasoning_format", &["auto", "deepseek", "none"])? == Some("none"),
         };
         fields.settle(ONE_VALUE, NO_EFFECT)?;
@@ -120,6 +123,14 @@ pub(crate) fn parse_include_usage(fields: &mut Fields<'_>, stream: bool) -> Resu
     }
     options.finish();
     Ok(include_usage)
+}
+
+/// Whether a stream tells how far the prompt is read.
+pub(crate) fn parse_return_progress(fields: &mut Fields<'_>, stream: bool) -> Result<bool, ApiError> {
+    match fields.boolean("return_progress")? {
+        Some(true) if !stream => Err(ApiError::field("return_progress", "needs stream: true")),
+        wanted => Ok(wanted == Some(true)),
+    }
 }
 
 #[cfg(test)]
@@ -197,6 +208,7 @@ mod tests {
             ("reasoning_format", json!("none")),
             ("repetition_penalty", json!(1.1)),
             ("response_format", json!({"type": "json_object"})),
+            ("return_progress", json!(true)),
             ("safety_identifier", json!("s")),
             ("seed", json!(3)),
             ("service_tier", json!("flex")),
@@ -216,7 +228,7 @@ mod tests {
             ("web_search_options", json!({})),
         ];
         let parse = |fields| parse(fields).map(|request| format!("{request:?}"));
-        check_fields(parse, NO_EFFECT, &fields);
+        check_fields("ChatCompletionRequest", parse, NO_EFFECT, &fields);
     }
 
     #[test]

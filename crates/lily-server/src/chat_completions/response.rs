@@ -10,7 +10,7 @@ use lily_model::tokenizer::Tokenizer;
 use serde::Serialize;
 
 use crate::generation::logprobs::TokenLogprob;
-use crate::generation::replies::{Piece, reason};
+use crate::generation::replies::{Piece, PromptProgress, reason};
 
 /// The members that an answer and all chunks of a stream begin with.
 #[derive(Clone, Debug, Serialize)]
@@ -72,6 +72,8 @@ pub(super) struct Chunk<'a> {
     /// Absent unless asked for; then null in all chunks but the last.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub usage: Option<Option<UsageReport>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub prompt_progress: Option<PromptProgress>,
 }
 
 /// What one chunk adds to the answer.
@@ -174,6 +176,11 @@ impl From<output::Delta> for Delta {
 }
 
 impl Choice {
+    /// A chunk that adds nothing.
+    pub fn empty(index: usize) -> Self {
+        Self { index: index as u32, ..Self::default() }
+    }
+
     /// The chunk that tells whose message follows, sent before anything is known of it.
     pub fn role(index: usize) -> Self {
         let delta = Delta { role: Some("assistant"), ..Delta::default() };
@@ -252,7 +259,7 @@ impl Choices {
     pub fn of(&mut self, index: usize, piece: Piece) -> Option<Choice> {
         let answer = &mut self.answers[index];
         let (delta, finish_reason) = match piece {
-            Piece::PromptToken { .. } => return None,
+            Piece::PromptToken { .. } | Piece::Prefill(_) => return None,
             Piece::Token { id, logprobs, .. } => {
                 let token = TokenLogprob::new(id, &logprobs, &self.tokenizer);
                 answer.tokens.get_or_insert_default().push(token);

@@ -6,15 +6,21 @@ use axum::response::Response;
 use axum::response::sse::Event;
 
 use super::response::{Choice, Choices, Chunk, Head, UsageReport};
-use crate::generation::replies::Replies;
+use crate::generation::replies::{Piece, Replies};
 use crate::sse::{self, Source};
 
 struct ChunkStream {
     head: Head,
     replies: Replies,
     choices: Choices,
-    include_usage: bool,
+    told: Told,
     next: Next,
+}
+
+/// What a stream tells beside the answers.
+pub(super) struct Told {
+    pub include_usage: bool,
+    pub return_progress: bool,
 }
 
 /// What a stream sends next.
@@ -31,10 +37,10 @@ pub(super) fn response(
     head: Head,
     replies: Replies,
     choices: Choices,
-    include_usage: bool,
+    told: Told,
     keep_alive: Duration,
 ) -> Response {
-    let chunks = ChunkStream { head, replies, choices, include_usage, next: Next::Role(0) };
+    let chunks = ChunkStream { head, replies, choices, told, next: Next::Role(0) };
     sse::with_comments(chunks, keep_alive)
 }
 
@@ -59,6 +65,13 @@ impl ChunkStream {
     async fn piece(&mut self) -> Option<Result<Event, axum::Error>> {
         loop {
             match self.replies.next().await {
+                Some(Ok((index, Piece::Prefill(progress)))) => {
+                    if self.told.return_progress {
+                        let choices = [Choice::empty(index)];
+                        let chunk = Chunk { prompt_progress: Some(progress), ..self.plain(&choices, None) };
+                        return Some(Event::default().json_data(chunk));
+                    }
+                }
                 Some(Ok((index, piece))) => {
                     if let Some(choice) = self.choices.of(index, piece) {
                         return Some(self.chunk(&[choice], None));
@@ -69,7 +82,7 @@ impl ChunkStream {
                     self.replies.span.in_scope(|| error.log());
                     return Some(Event::default().json_data(error.envelope()));
                 }
-                None if self.include_usage => {
+                None if self.told.include_usage => {
                     self.next = Next::Done;
                     return Some(self.chunk(&[], Some(self.replies.usage().into())));
                 }
@@ -82,7 +95,11 @@ impl ChunkStream {
     }
 
     fn chunk(&self, choices: &[Choice], usage: Option<UsageReport>) -> Result<Event, axum::Error> {
-        let usage = self.include_usage.then_some(usage);
-        Event::default().json_data(Chunk { head: &self.head, choices, usage })
+        Event::default().json_data(self.plain(choices, usage))
+    }
+
+    fn plain<'a>(&'a self, choices: &'a [Choice], usage: Option<UsageReport>) -> Chunk<'a> {
+        let usage = self.told.include_usage.then_some(usage);
+        Chunk { head: &self.head, choices, usage, prompt_progress: None }
     }
 }

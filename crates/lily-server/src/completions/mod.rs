@@ -18,7 +18,7 @@ use crate::body::{JsonBytes, parse_object};
 use crate::chat_completions::{FINGERPRINT, UsageReport};
 use crate::error::ApiError;
 use crate::generation::blocking;
-use crate::generation::replies::Replies;
+use crate::generation::replies::{Piece, Replies};
 use crate::sse::{self, Source};
 use crate::trace::random_id;
 
@@ -30,7 +30,7 @@ pub(crate) async fn create(
         CompletionRequest::parse(&parse_object(&body)?, &state.defaults)?.prepare(state)
     })
     .await?;
-    let Prepared { requests, n, echoes, stream, include_usage } = prepared;
+    let Prepared { requests, n, echoes, stream, include_usage, return_progress } = prepared;
     let choices = Choices::new(&requests, echoes, Arc::clone(&state.tokenizer));
     let replies = Replies::submit(&state, requests, n, "prompt")?;
     let head = Head {
@@ -41,7 +41,7 @@ pub(crate) async fn create(
         system_fingerprint: FINGERPRINT,
     };
     if stream {
-        let chunks = Chunks { head, replies, choices, include_usage, ended: false };
+        let chunks = Chunks { head, replies, choices, include_usage, return_progress, ended: false };
         return Ok(sse::with_comments(chunks, state.limits.keep_alive));
     }
     whole(head, replies, choices).await
@@ -56,7 +56,7 @@ async fn whole(head: Head, mut replies: Replies, mut choices: Choices) -> Result
         }
     }
     let usage = Some(Some(UsageReport::from(replies.usage())));
-    Ok(Json(Completion { head: &head, choices: &full, usage }).into_response())
+    Ok(Json(Completion { head: &head, choices: &full, usage, prompt_progress: None }).into_response())
 }
 
 /// The chunks of a streamed answer.
@@ -65,6 +65,7 @@ struct Chunks {
     replies: Replies,
     choices: Choices,
     include_usage: bool,
+    return_progress: bool,
     /// `[DONE]` is due, or was sent and nothing is left.
     ended: bool,
 }
@@ -73,6 +74,14 @@ impl Source for Chunks {
     async fn next(&mut self) -> Option<Result<Event, axum::Error>> {
         loop {
             match self.replies.next().await {
+                Some(Ok((index, Piece::Prefill(progress)))) => {
+                    if self.return_progress {
+                        let choices = [Choice::new(index)];
+                        let chunk = self.completion(&choices, None);
+                        let chunk = Completion { prompt_progress: Some(progress), ..chunk };
+                        return Some(Event::default().json_data(chunk));
+                    }
+                }
                 Some(Ok((index, piece))) => {
                     if let Some(choice) = self.choices.of(index, piece) {
                         return Some(self.chunk(&[choice], None));
@@ -102,7 +111,11 @@ impl Source for Chunks {
 
 impl Chunks {
     fn chunk(&self, choices: &[Choice], usage: Option<UsageReport>) -> Result<Event, axum::Error> {
+        Event::default().json_data(self.completion(choices, usage))
+    }
+
+    fn completion<'a>(&'a self, choices: &'a [Choice], usage: Option<UsageReport>) -> Completion<'a> {
         let usage = self.include_usage.then_some(usage);
-        Event::default().json_data(Completion { head: &self.head, choices, usage })
+        Completion { head: &self.head, choices, usage, prompt_progress: None }
     }
 }

@@ -6,7 +6,7 @@ use lily_model::tokenizer::Tokenizer;
 use serde_json::{Map, Value};
 
 use crate::app::ServerState;
-use crate::chat_completions::parse_include_usage;
+use crate::chat_completions::{parse_include_usage, parse_return_progress};
 use crate::error::ApiError;
 use crate::fields::{Fields, OneValue, expected};
 use crate::generation::answers;
@@ -41,6 +41,7 @@ pub(super) struct CompletionRequest {
     n: u32,
     stream: bool,
     include_usage: bool,
+    return_progress: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -58,6 +59,8 @@ pub(super) struct Prepared {
     pub echoes: Vec<String>,
     pub stream: bool,
     pub include_usage: bool,
+    /// A stream tells how far the prompts are read.
+    pub return_progress: bool,
 }
 
 impl CompletionRequest {
@@ -76,14 +79,15 @@ impl CompletionRequest {
         }
         let stream = fields.boolean("stream")?.unwrap_or(false);
         let include_usage = parse_include_usage(&mut fields, stream)?;
+        let return_progress = parse_return_progress(&mut fields, stream)?;
         let n = parse_n(&mut fields)?;
         fields.settle(ONE_VALUE, NO_EFFECT)?;
-        Ok(Self { prompts, suffix, echo, settings, n, stream, include_usage })
+        Ok(Self { prompts, suffix, echo, settings, n, stream, include_usage, return_progress })
     }
 
     /// Tokenises the prompts and compiles the grammar.
     pub fn prepare(self, state: &ServerState) -> Result<Prepared, ApiError> {
-        let Self { prompts, suffix, echo, settings, n, stream, include_usage } = self;
+        let Self { prompts, suffix, echo, settings, n, stream, include_usage, return_progress } = self;
         let grammar = settings.grammar.clone();
         let prompt_logprobs = settings.sampling.logprobs.filter(|_| echo);
         let plain = Request { prompt_logprobs, ..Request::raw(Vec::new(), state.defaults.clone()) };
@@ -91,8 +95,14 @@ impl CompletionRequest {
         let outline = Outline { answer: grammar, calls: None };
         let constraint = state.engine.compile(&outline, &plain.format);
         let constraint = constraint.map_err(|error| refused(error, "grammar", &[]))?;
-        let mut prepared =
-            Prepared { requests: vec![], n: n as usize, echoes: vec![], stream, include_usage };
+        let mut prepared = Prepared {
+            requests: vec![],
+            n: n as usize,
+            echoes: vec![],
+            stream,
+            include_usage,
+            return_progress,
+        };
         for prompt in prompts {
             let text = if echo { prompt.text(&state.tokenizer) } else { String::new() };
             prepared.echoes.extend((0..n).map(|_| text.clone()));
@@ -204,6 +214,7 @@ mod tests {
             ("presence_penalty", json!(1)),
             ("prompt", json!("y")),
             ("repetition_penalty", json!(1.1)),
+            ("return_progress", json!(true)),
             ("seed", json!(3)),
             ("stop", json!("x")),
             ("stream", json!(true)),
@@ -214,7 +225,7 @@ mod tests {
             ("top_p", json!(0.5)),
             ("user", json!("u")),
         ];
-        check_fields(parse, NO_EFFECT, &fields);
+        check_fields("CompletionRequest", parse, NO_EFFECT, &fields);
     }
 
     proptest! {

@@ -12,7 +12,7 @@ use serde_json::{Map, Value};
 
 use crate::chat_completions::UsageReport;
 use crate::generation::logprobs::{LOG_ZERO, short};
-use crate::generation::replies::{Piece, reason};
+use crate::generation::replies::{Piece, PromptProgress, reason};
 
 /// The members that an answer and all chunks of a stream begin with.
 #[derive(Debug, Serialize)]
@@ -32,6 +32,8 @@ pub(super) struct Completion<'a> {
     pub choices: &'a [Choice],
     #[serde(skip_serializing_if = "Option::is_none")]
     pub usage: Option<Option<UsageReport>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub prompt_progress: Option<PromptProgress>,
 }
 
 /// An answer, or what a chunk adds to it.
@@ -115,7 +117,7 @@ impl Choices {
             }
             Piece::Delta(Delta::Text(text)) => (text, None),
             // Raw text has no parts.
-            Piece::Delta(_) => return None,
+            Piece::Delta(_) | Piece::Prefill(_) => return None,
             Piece::End(finished) => (String::new(), Some(reason(finished.reason))),
         };
         let text = mem::take(&mut answer.echo) + &text;

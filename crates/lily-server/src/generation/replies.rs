@@ -1,15 +1,20 @@
 //! Following generations to their ends.
 
-use std::future::poll_fn;
+use std::future::{pending, poll_fn};
+use std::pin::pin;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
+use axum::http::StatusCode;
 use lily_engine::output::Delta;
-use lily_engine::request::{Event, FinishReason, Finished, Request, Usage};
-use lily_engine::scheduler::Generation;
+use lily_engine::request::{Event, FinishReason, Finished, Request, RequestError, Usage};
+use lily_engine::scheduler::{Engine, Generation};
 use lily_model::sample::Logprobs;
+use serde::Serialize;
+use tokio::time::{Instant, sleep_until};
 use tracing::Span;
 
-use crate::app::ServerState;
+use crate::app::{Limits, ServerState};
 use crate::error::ApiError;
 use crate::metrics::Metrics;
 
@@ -25,10 +30,28 @@ pub(crate) enum Piece {
         /// It belongs to the thought.
         in_thought: bool,
     },
+    /// More of the prompt is read.
+    Prefill(PromptProgress),
     /// Output.
     Delta(Delta),
     /// The end.
     End(Finished),
+}
+
+/// What comes next, and of which answer; `None`: all have ended.
+pub(crate) type Next<P> = Option<Result<(usize, P), ApiError>>;
+
+/// How far a prompt is read, in llama.cpp's form.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(crate) struct PromptProgress {
+    /// Tokens of the prompt.
+    total: u32,
+    /// Of these, tokens that came from the prefix cache.
+    cache: u32,
+    /// Tokens that are read, those of the cache included.
+    processed: u32,
+    /// Since the request left the queue.
+    time_ms: u64,
 }
 
 /// The answers to one request as they come. Dropping it cancels those that have not ended.
@@ -40,6 +63,12 @@ pub(crate) struct Replies {
     first: usize,
     /// Of those that have ended.
     usage: Usage,
+    engine: Engine,
+    patience: Patience,
+    /// When the first of them left the queue, and when a log line told of it or of the prompt.
+    started: Option<Instant>,
+    logged: Option<Instant>,
+    progress_time: Duration,
     metrics: Metrics,
     /// Log lines belong to the request even after the head of the answer is sent.
     pub span: Span,
@@ -64,8 +93,19 @@ impl Replies {
             |request| state.engine.submit(request).map(Some).map_err(|error| ApiError::submit(error, prompt));
         // Those submitted before one that is refused are cancelled by being dropped.
         let generations = requests.into_iter().map(submit).collect::<Result<_, _>>()?;
-        let (metrics, span) = (state.metrics.clone(), Span::current());
-        Ok(Self { generations, per_prompt, first: 0, usage: Usage::default(), metrics, span })
+        Ok(Self {
+            generations,
+            per_prompt,
+            first: 0,
+            usage: Usage::default(),
+            engine: state.engine.clone(),
+            patience: Patience::new(&state.limits),
+            started: None,
+            logged: None,
+            progress_time: state.limits.progress_time,
+            metrics: state.metrics.clone(),
+            span: Span::current(),
+        })
     }
 
     /// How many answers there are.
@@ -79,50 +119,84 @@ impl Replies {
     }
 
     /// The next piece and whose it is; `None`: all have ended. May be dropped and asked again.
-    pub async fn next(&mut self) -> Option<Result<(usize, Piece), ApiError>> {
-        poll_fn(|context| self.poll(context)).await
+    pub async fn next(&mut self) -> Next<Piece> {
+        let mut abandoned = pin!(self.engine.abandoned());
+        loop {
+            let patience = self.patience;
+            let error = tokio::select! {
+                biased;
+                piece = poll_fn(|context| self.poll(context)) => match piece {
+                    Some(Ok((_, None))) => continue,
+                    Some(Ok((i, Some(piece)))) => return Some(Ok((i, piece))),
+                    Some(Err(error)) => return Some(Err(error)),
+                    None => return None,
+                },
+                reason = abandoned.as_mut() => RequestError::Device(reason).into(),
+                error = patience.expired() => error,
+            };
+            self.generations.clear();
+            return Some(Err(error));
+        }
     }
 
-    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<(usize, Piece), ApiError>>> {
+    /// As [`Replies::next`]; without a piece it is a sign of progress alone.
+    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Next<Option<Piece>>> {
         let (n, first) = (self.generations.len(), self.first);
         for i in (0..n).map(|i| (first + i) % n) {
-            while let Some(Some(generation)) = self.generations.get_mut(i) {
-                let Poll::Ready(event) = generation.events.poll_recv(context) else { break };
-                if let Some(result) = self.take(i, event) {
-                    self.first = i + 1;
-                    return Poll::Ready(Some(result.map(|piece| (i, piece))));
-                }
+            if let Some(Some(generation)) = self.generations.get_mut(i) {
+                let Poll::Ready(event) = generation.events.poll_recv(context) else { continue };
+                self.first = i + 1;
+                self.patience.progress = Some(Instant::now());
+                return Poll::Ready(Some(self.take(i, event).map(|piece| (i, piece))));
             }
         }
         if self.generations.iter().all(Option::is_none) { Poll::Ready(None) } else { Poll::Pending }
     }
 
-    fn take(&mut self, i: usize, event: Option<Event>) -> Option<Result<Piece, ApiError>> {
+    fn take(&mut self, i: usize, event: Option<Event>) -> Result<Option<Piece>, ApiError> {
         match event {
-            Some(Event::Started | Event::Prefill { .. }) => None,
-            Some(Event::PromptToken { id, logprobs }) => Some(Ok(Piece::PromptToken { id, logprobs })),
+            Some(Event::Started) => {
+                self.started.get_or_insert_with(Instant::now);
+                Ok(None)
+            }
+            Some(Event::PromptToken { id, logprobs }) => Ok(Some(Piece::PromptToken { id, logprobs })),
             Some(Event::InterToken(time)) => {
                 self.metrics.inter_token(time);
-                None
+                Ok(None)
+            }
+            Some(Event::Prefill { done, total, cached }) => {
+                Ok(Some(Piece::Prefill(self.prefill(i, done, total, cached))))
             }
             Some(Event::Token { id, logprobs, in_thought }) => {
-                Some(Ok(Piece::Token { id, logprobs, in_thought }))
+                Ok(Some(Piece::Token { id, logprobs, in_thought }))
             }
-            Some(Event::Delta(delta)) => Some(Ok(Piece::Delta(delta))),
+            Some(Event::Delta(delta)) => Ok(Some(Piece::Delta(delta))),
             Some(Event::Finished(finished)) => {
                 self.generations[i] = None;
                 self.count(i, &finished);
-                Some(Ok(Piece::End(finished)))
+                Ok(Some(Piece::End(finished)))
             }
             Some(Event::Failed(error)) => {
                 self.generations.clear();
-                Some(Err(error.into()))
+                Err(error.into())
             }
             None => {
                 self.generations.clear();
-                Some(Err(ApiError::internal("the engine ended before the answer")))
+                Err(ApiError::internal("the engine ended before the answer"))
             }
         }
+    }
+
+    /// Tells the log of a prompt that takes long.
+    fn prefill(&mut self, i: usize, done: u32, total: u32, cached: u32) -> PromptProgress {
+        let now = Instant::now();
+        let started = *self.started.get_or_insert(now);
+        let time_ms = (now - started).as_millis() as u64;
+        if done < total && now - *self.logged.get_or_insert(started) >= self.progress_time {
+            self.logged = Some(now);
+            tracing::info!(parent: &self.span, answer = i, done, total, cached, time_ms, "reading the prompt");
+        }
+        PromptProgress { total, cache: cached, processed: done, time_ms }
     }
 
     fn count(&mut self, i: usize, finished: &Finished) {
@@ -147,6 +221,43 @@ impl Replies {
             decode_ms = finished.timing.decode.as_millis() as u64,
             "finished"
         );
+    }
+}
+
+/// How long a request may take.
+#[derive(Clone, Copy)]
+struct Patience {
+    /// The whole of it, and when it was submitted.
+    request: Option<Duration>,
+    submitted: Instant,
+    /// Without progress, and when there was some; `None`: it waits in the queue.
+    idle: Option<Duration>,
+    progress: Option<Instant>,
+}
+
+impl Patience {
+    fn new(limits: &Limits) -> Self {
+        let (request, idle) = (limits.request_time, limits.idle_time);
+        Self { request, submitted: Instant::now(), idle, progress: None }
+    }
+
+    /// Resolves when a limit is reached. A client that asked the same again would meet it again, so it is no error
+    /// that clients try again after.
+    async fn expired(self) -> ApiError {
+        let end = |start: Option<Instant>, limit: Option<Duration>| start?.checked_add(limit?);
+        let until = async |end: Option<Instant>| match end {
+            Some(end) => sleep_until(end).await,
+            None => pending().await,
+        };
+        let error = |what: &str, limit: Option<Duration>| {
+            let message =
+                format!("the request {what} {:?}, the limit of this server", limit.unwrap_or_default());
+            ApiError::request(StatusCode::BAD_REQUEST, "time_limit_exceeded", message)
+        };
+        tokio::select! {
+            () = until(end(Some(self.submitted), self.request)) => error("took longer than", self.request),
+            () = until(end(self.progress, self.idle)) => error("made no progress for", self.idle),
+        }
     }
 }
 

@@ -3,14 +3,18 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use super::*;
+use crate::openapi::tests::{check_schema, forget};
 
 /// Checks documented fields, each with a value that asks for something: it must act, be refused by name, or be one of
-/// the `labels`. `parse` reads a request that has these fields beside those it needs.
+/// the `labels`. `parse` reads a request that has these fields beside those it needs; `schema` is the name of its schema
+/// in the OpenAPI document.
 pub(crate) fn check_fields(
+    schema: &str,
     parse: impl Fn(Value) -> Result<String, ApiError>,
     labels: &[&str],
     fields: &[(&str, Value)],
 ) {
+    forget();
     let usual = parse(json!({})).unwrap();
     for (name, value) in fields {
         match parse(json!({*name: value})) {
@@ -27,6 +31,7 @@ pub(crate) fn check_fields(
     for label in labels {
         assert!(fields.iter().any(|(name, _)| name == label), "{label} is not among the fields");
     }
+    check_schema(schema);
 }
 
 /// Any JSON, made of words that requests are made of.

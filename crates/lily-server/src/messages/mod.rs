@@ -50,7 +50,7 @@ pub(crate) async fn create(
 async fn whole(mut message: Message, mut replies: Replies) -> Result<Response, ApiError> {
     while let Some(piece) = replies.next().await {
         match piece?.1 {
-            Piece::PromptToken { .. } | Piece::Token { .. } => {}
+            Piece::PromptToken { .. } | Piece::Prefill(_) | Piece::Token { .. } => {}
             Piece::Delta(delta) => drop(message.add(delta)),
             Piece::End(finished) => drop(message.end(&finished)),
         }

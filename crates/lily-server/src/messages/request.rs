@@ -215,7 +215,7 @@ mod tests {
             ("top_k", json!(3)),
             ("top_p", json!(0.5)),
         ];
-        check_fields(parse, NO_EFFECT, &fields);
+        check_fields("MessagesRequest", parse, NO_EFFECT, &fields);
     }
 
     proptest! {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use axum::response::Response;
 use axum::response::sse::Event;
 use serde_json::json;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout_at};
 
 use super::error::envelope;
 use super::response::{Change, Message};
@@ -35,18 +35,20 @@ fn ping() -> Change {
 
 impl Source for Events {
     async fn next(&mut self) -> Option<Result<Event, axum::Error>> {
+        // Not every piece is told.
+        let due = Instant::now() + self.keep_alive;
         while self.queue.is_empty() {
             if self.ended {
                 return None;
             }
-            let Ok(piece) = timeout(self.keep_alive, self.replies.next()).await else {
+            let Ok(piece) = timeout_at(due, self.replies.next()).await else {
                 self.queue.push_back(ping());
                 break;
             };
             match piece {
                 Some(Ok((_, Piece::Delta(delta)))) => self.queue.extend(self.message.add(delta)),
                 Some(Ok((_, Piece::End(finished)))) => self.queue.extend(self.message.end(&finished)),
-                Some(Ok((_, Piece::PromptToken { .. } | Piece::Token { .. }))) => {}
+                Some(Ok((_, Piece::PromptToken { .. } | Piece::Prefill(_) | Piece::Token { .. }))) => {}
                 Some(Err(error)) => {
                     self.ended = true;
                     self.replies.span.in_scope(|| error.log());

@@ -43,7 +43,7 @@ pub(crate) async fn create(
 async fn whole(mut answer: Answer, mut replies: Replies) -> Result<Response, ApiError> {
     while let Some(piece) = replies.next().await {
         match piece?.1 {
-            Piece::PromptToken { .. } => {}
+            Piece::PromptToken { .. } | Piece::Prefill(_) => {}
             Piece::Token { id, logprobs, in_thought } => answer.token(id, &logprobs, in_thought),
             Piece::Delta(delta) => drop(answer.add(delta)),
             Piece::End(finished) => drop(answer.end(&finished)),

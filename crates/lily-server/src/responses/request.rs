@@ -236,7 +236,7 @@ mod tests {
             ("truncation", json!("auto")),
             ("user", json!("u")),
         ];
-        check_fields(parse, NO_EFFECT, &fields);
+        check_fields("ResponsesRequest", parse, NO_EFFECT, &fields);
     }
 
     proptest! {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use axum::response::Response;
 use axum::response::sse::Event;
 use serde_json::Value;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout_at};
 
 use super::response::Answer;
 use crate::generation::replies::{Piece, Replies};
@@ -34,11 +34,13 @@ pub(super) fn response(answer: Answer, replies: Replies, keep_alive: Duration) -
 
 impl Source for Events {
     async fn next(&mut self) -> Option<Result<Event, axum::Error>> {
+        // Not every piece is told.
+        let due = Instant::now() + self.keep_alive;
         while self.queue.is_empty() {
             if self.ended {
                 return None;
             }
-            let Ok(piece) = timeout(self.keep_alive, self.replies.next()).await else {
+            let Ok(piece) = timeout_at(due, self.replies.next()).await else {
                 self.queue.push_back(self.answer.event(IN_PROGRESS));
                 break;
             };
@@ -47,6 +49,7 @@ impl Source for Events {
                 Some(Ok((_, Piece::Token { id, logprobs, in_thought }))) => {
                     self.answer.token(id, &logprobs, in_thought);
                 }
+                Some(Ok((_, Piece::Prefill(_)))) => {}
                 Some(Ok((_, Piece::Delta(delta)))) => self.queue.extend(self.answer.add(delta)),
                 Some(Ok((_, Piece::End(finished)))) => self.queue.extend(self.answer.end(&finished)),
                 Some(Err(error)) => {

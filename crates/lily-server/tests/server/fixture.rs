@@ -1,8 +1,9 @@
 //! A server whose model follows a script.
 
 use std::future::Future;
+use std::io::{self, Write};
 use std::net::SocketAddr;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use lily_engine::scheduler::{Engine, Options, Status};
@@ -53,7 +54,12 @@ impl Script {
 
     /// The last reply breaks off after so many tokens: the device fails.
     pub fn device_fails_after(self, tokens: usize) -> Self {
-        self.break_off(tokens, Act::Fail("unplugged".to_owned()))
+        self.device_says_after(tokens, "unplugged")
+    }
+
+    /// As that, in these words.
+    pub fn device_says_after(self, tokens: usize, message: &str) -> Self {
+        self.break_off(tokens, Act::Fail(message.to_owned()))
     }
 
     fn break_off(mut self, tokens: usize, act: Act) -> Self {
@@ -121,6 +127,8 @@ impl TestServer {
             defaults: greedy(),
             api_key: None,
             hosts: Vec::new(),
+            origins: Vec::new(),
+            tls: None,
             metrics: Metrics::new("scripted").unwrap(),
             created: unix_time(),
             limits: Limits::default(),
@@ -162,10 +170,37 @@ impl TestServer {
         drop(self.stop.take());
     }
 
+    /// Waits until the server ends by itself.
+    pub async fn ended(self) -> Result<(), ServeError> {
+        self.task.await.unwrap()
+    }
+
     /// Waits for the end.
     pub async fn stop(mut self) -> Result<(), ServeError> {
         self.tell_to_stop();
         self.task.await.unwrap()
+    }
+}
+
+/// Collects the log lines of this thread, until the guard is dropped.
+pub fn log() -> (tracing::subscriber::DefaultGuard, impl Fn() -> String) {
+    let lines = Arc::new(Mutex::new(Vec::new()));
+    let written = Arc::clone(&lines);
+    let writer = move || Written(Arc::clone(&written));
+    let subscriber = tracing_subscriber::fmt().with_ansi(false).with_writer(writer).finish();
+    let guard = tracing::subscriber::set_default(subscriber);
+    (guard, move || String::from_utf8(lines.lock().unwrap().clone()).unwrap())
+}
+
+struct Written(Arc<Mutex<Vec<u8>>>);
+
+impl Write for Written {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().unwrap().write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
     }
 }
 

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpSocket;
+use tokio::net::{TcpSocket, TcpStream};
 use tokio::time::{sleep, timeout};
 
 use crate::fixture::{Script, TestServer, question};
@@ -108,4 +108,78 @@ async fn metrics_count_what_was_done() {
     let answers = "http_requests_total{handler=\"/v1/chat/completions\",method=\"POST\",status=\"200\"}";
     assert_eq!(value(answers), 3.0);
     assert_eq!(value("http_requests_total{handler=\"none\",method=\"GET\",status=\"404\"}"), 1.0);
+}
+
+#[tokio::test]
+async fn web_pages_from_elsewhere_get_nothing_unless_listed() {
+    let preflight = "Origin: https://app.example\r\nAccess-Control-Request-Method: POST\r\n\
+        Access-Control-Request-Headers: authorization, content-type\r\n";
+    let ask = |address, method: &str, origin: &str| {
+        let request =
+            format!("{method} /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{origin}\r\n");
+        async move { exchange(address, request.as_bytes()).await }
+    };
+    let of_app = "Origin: https://app.example\r\n";
+    let shut = TestServer::start(Script::new()).await;
+    for (method, origin) in [("GET", of_app), ("OPTIONS", preflight)] {
+        let answer = ask(shut.address, method, origin).await;
+        let cors = answer.headers.iter().find(|(name, _)| name.starts_with("access-control"));
+        assert_eq!(cors, None, "{method}");
+    }
+    let open = TestServer::start_with(Script::new(), |state| {
+        state.origins = vec!["https://app.example".parse().unwrap()];
+        state.api_key = Some("sesame".to_owned());
+    })
+    .await;
+    let answer = ask(open.address, "OPTIONS", preflight).await;
+    assert_eq!(answer.status, 200);
+    assert_eq!(answer.header("access-control-allow-origin"), Some("https://app.example"));
+    assert_eq!(answer.header("access-control-allow-headers"), Some("authorization, content-type"));
+    let answer = ask(open.address, "GET", &format!("{of_app}x-api-key: sesame\r\n")).await;
+    assert_eq!(
+        (answer.status, answer.header("access-control-allow-origin")),
+        (200, Some("https://app.example"))
+    );
+    assert!(answer.header("access-control-expose-headers").unwrap().contains("x-request-id"));
+    assert_eq!(ask(open.address, "GET", of_app).await.status, 401, "the key is still needed");
+    let other = ask(open.address, "GET", "Origin: https://evil.example\r\nx-api-key: sesame\r\n").await;
+    assert_eq!(other.header("access-control-allow-origin"), None);
+}
+
+#[tokio::test]
+async fn heads_that_are_too_large_are_refused() {
+    let server = TestServer::start(Script::new()).await;
+    let with = |headers: String| {
+        let request =
+            format!("GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{headers}\r\n");
+        let address = server.address;
+        async move { exchange(address, request.as_bytes()).await.status }
+    };
+    let lines = |n: usize| (0..n).map(|i| format!("x-{i}: y\r\n")).collect();
+    assert_eq!(with(lines(90)).await, 200);
+    assert_eq!(with(lines(110)).await, 431);
+    assert_eq!(with(format!("x: {}\r\n", "y".repeat(32 << 10))).await, 200);
+    let mut stream = TcpStream::connect(server.address).await.unwrap();
+    let endless = format!("GET /health HTTP/1.1\r\nHost: localhost\r\nx: {}", "y".repeat(1 << 20));
+    // The server closes before it has all, and the answer may be lost to that.
+    let _ = stream.write_all(endless.as_bytes()).await;
+    let mut received = Vec::new();
+    let _ = timeout(PATIENCE, stream.read_to_end(&mut received)).await.expect("the server closes");
+    assert!(received.is_empty() || received.starts_with(b"HTTP/1.1 431"), "{received:?}");
+}
+
+#[tokio::test]
+async fn what_a_device_says_of_paths_stays_in_the_log() {
+    let fault = "can't load /usr/lib/libdevice.so";
+    let server = TestServer::start(Script::new().reply("ab").device_says_after(1, fault)).await;
+    let answer = post_chat(server.address, &question()).await;
+    answer.error(500, "device_error");
+    let refused = post_chat(server.address, &question()).await;
+    refused.error(503, "engine_stopped");
+    let health = get(server.address, "/health").await;
+    assert_eq!(health.status, 503);
+    for answer in [answer, refused, health] {
+        let text = answer.text();
+        assert!(text.contains("can't load") && !text.contains("/usr"), "{text}");
+    }
 }

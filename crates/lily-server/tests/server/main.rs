@@ -12,5 +12,7 @@ mod held;
 mod http;
 mod lifecycle;
 mod messages;
+mod patience;
 mod responses;
 mod several;
+mod tls;

@@ -1,12 +1,13 @@
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::path::Path;
 use std::process::{Child, Stdio};
 use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use crate::{assert_refused, lily, output, path, stdout};
+use crate::{RANDOM, assert_refused, lily, output, path, stdout};
 
 /// A server on a free port.
 pub struct Server {
@@ -17,7 +18,11 @@ pub struct Server {
 impl Server {
     pub fn start(options: &[&str]) -> Self {
         let args = [&["serve", "--port", "0"][..], options].concat();
-        let mut process = lily(&args).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+        Self::started(lily(&args).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap())
+    }
+
+    /// Waits until a process that was started says where it listens.
+    pub fn started(mut process: Child) -> Self {
         let mut line = String::new();
         BufReader::new(process.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
         let address =
@@ -112,4 +117,58 @@ fn other_machines_are_not_served_without_a_key() {
     assert_refused(&done, 2, &["0.0.0.0 can be reached from other machines", "--api-key", "--insecure"]);
     let done = output(&["serve", "--port", "0", "--api-key", " "]);
     assert_refused(&done, 2, &["the API key is empty"]);
+}
+
+#[test]
+fn what_can_not_be_meant_is_refused() {
+    let done = output(&["serve", "--port", "0", "--tls-cert", "cert.pem"]);
+    assert_refused(&done, 2, &["--tls-key"]);
+    let done = output(&["serve", "--port", "0", "--cors-origin", "https://app.example/page"]);
+    assert_refused(&done, 2, &["--cors-origin", "without a path"]);
+    let pair = ["--tls-cert", "absent.pem", "--tls-key", "absent.pem"];
+    let done = output(&[&["serve", "--port", "0"][..], &pair].concat());
+    assert_refused(&done, 1, &["absent.pem", "certificates"]);
+}
+
+#[test]
+fn no_answer_tells_where_the_model_is() {
+    let server = Server::start(&["--model", &RANDOM, "--ctx-size", "256"]);
+    let folder = Path::new(&*RANDOM).parent().unwrap().to_str().unwrap();
+    let chat = "/v1/chat/completions";
+    for (method, path, body) in [
+        ("GET", "/health", ""),
+        ("GET", "/metrics", ""),
+        ("GET", "/openapi.json", ""),
+        ("GET", "/v1/models", ""),
+        ("GET", "/v1/models/absent", ""),
+        ("GET", "/nowhere", ""),
+        ("POST", chat, "{"),
+        ("POST", chat, r#"{"messages": [{"role": "tool", "content": "x"}]}"#),
+        ("POST", chat, r#"{"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}"#),
+        ("POST", chat, r#"{"messages": [{"role": "user", "content": "x"}], "grammar": "start: /x"}"#),
+        ("POST", "/v1/messages", r#"{"messages": 3}"#),
+    ] {
+        let answer = server.answer(method, path, "", body);
+        assert!(answer.starts_with("HTTP/1.1 ") && !answer.contains(folder), "{method} {path}: {answer}");
+    }
+}
+
+#[test]
+fn logs_in_json_carry_the_id_of_their_request() {
+    let args = ["serve", "--port", "0", "--log-format", "json"];
+    let piped = lily(&args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut server = Server::started(piped);
+    let body = r#"{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}"#;
+    let reply = server.answer("POST", "/v1/chat/completions", "x-request-id: one-of-mine\r\n", body);
+    assert!(reply.starts_with("HTTP/1.1 200"), "{reply}");
+    server.process.kill().unwrap();
+    let mut log = String::new();
+    server.process.stderr.take().unwrap().read_to_string(&mut log).unwrap();
+    // The notice of the demonstration model is for people.
+    let lines = log.lines().filter(|line| !line.starts_with("Using the built-in"));
+    let lines: Vec<Value> =
+        lines.map(|line| serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {line}"))).collect();
+    let finished = lines.iter().find(|line| line["fields"]["message"] == "finished").unwrap();
+    assert_eq!(finished["span"]["id"], "one-of-mine");
+    assert_eq!(finished["fields"]["completion_tokens"], 3);
 }

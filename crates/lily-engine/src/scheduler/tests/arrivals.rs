@@ -87,3 +87,19 @@ proptest! {
         harness.close();
     }
 }
+
+#[test]
+fn a_device_that_does_not_come_back_is_told_from_one_without_work() {
+    let pause = Duration::from_millis(600);
+    let harness = Harness::scripted(move |_| vec![Act::Pause(pause), Act::Token(1)]);
+    std::thread::sleep(Duration::from_millis(300));
+    assert_eq!(harness.engine.status().stalled, Duration::ZERO, "nothing was asked");
+    let generation = harness.submit(request(vec![1]));
+    assert!(harness.engine.status().stalled < Duration::from_millis(200), "it has just begun");
+    std::thread::sleep(Duration::from_millis(400));
+    let stalled = harness.engine.status().stalled;
+    assert!(stalled >= Duration::from_millis(300) && stalled < pause, "{stalled:?}");
+    Outcome::of(generation).finished();
+    assert_eq!(harness.engine.status().stalled, Duration::ZERO);
+    harness.close();
+}
