@@ -152,5 +152,21 @@ pub fn edge_shapes() -> Vec<(&'static str, Model)> {
         ("num_experts", 4.into()),
         ("num_experts_per_tok", 4.into()),
     ];
-    vec![("few", random(&few, 1)), ("wide", random(&wide, 2)), ("packed", random(&packed, 3))]
+    // The real model's widths, with fewer experts and a small vocabulary.
+    let real = [
+        ("hidden_size", 2048.into()),
+        ("linear_num_key_heads", 16.into()),
+        ("linear_num_value_heads", 32.into()),
+        ("linear_key_head_dim", 128.into()),
+        ("linear_value_head_dim", 128.into()),
+        ("num_attention_heads", 16.into()),
+        ("num_key_value_heads", 2.into()),
+        ("head_dim", 256.into()),
+        ("num_experts", 36.into()),
+        ("num_experts_per_tok", 8.into()),
+        ("moe_intermediate_size", 512.into()),
+        ("shared_expert_intermediate_size", 512.into()),
+    ];
+    let shapes: [(&str, &[_]); 4] = [("few", &few), ("wide", &wide), ("packed", &packed), ("real", &real)];
+    (1..).zip(shapes).map(|(seed, (name, fields))| (name, random(fields, seed))).collect()
 }
