@@ -15,6 +15,9 @@ constant constexpr uint STRIDE = LANES * INPUTS;
 /// SIMD-groups of a threadgroup that multiplies; it does so many times ROWS rows.
 constant constexpr uint PRODUCT_SIMDGROUPS = 4;
 
+/// No index.
+constant constexpr uint NONE = 0xffffffffu;
+
 /// A quantised matrix.
 struct Matrix {
     const device uchar* codes;

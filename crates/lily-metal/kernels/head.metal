@@ -48,7 +48,7 @@ kernel void lm_head(
     uint lane [[thread_index_in_simdgroup]]
 ) {
     const uint row = (group * HEAD_SIMDGROUPS + simdgroup) * ROWS;
-    Best best = {-INFINITY, UINT_MAX};
+    Best best = {-INFINITY, NONE};
     if (row < VOCAB) {
         const Matrix m = {codes, scales, biases};
         float sums[ROWS];
@@ -69,7 +69,7 @@ kernel void lm_head(
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (simdgroup == 0) {
-        Best mine = {-INFINITY, UINT_MAX};
+        Best mine = {-INFINITY, NONE};
         if (lane < HEAD_SIMDGROUPS) {
             mine = {group_logits[lane], group_tokens[lane]};
         }
@@ -96,7 +96,7 @@ kernel void finish(
     uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]
 ) {
-    Best best = {-INFINITY, UINT_MAX};
+    Best best = {-INFINITY, NONE};
     for (uint i = thread_index; i < HEAD_GROUPS; i += LANES * FINISH_SIMDGROUPS) {
         const Best other = {best_logits[i], best_tokens[i]};
         if (before(other, best)) {

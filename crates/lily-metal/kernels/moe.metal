@@ -65,18 +65,18 @@ inline uint choose(const device float* logits, uint slot, uint lane, thread floa
     float total = 0.0f;
     for (uint round = 0; round < TOP_K; ++round) {
         float best = -INFINITY;
-        uint index = UINT_MAX;
+        uint index = NONE;
         for (uint i = 0; i < HELD_LOGITS; ++i) {
             const uint expert = i * LANES + lane;
             const bool free = expert < EXPERTS && (taken >> i & 1) == 0;
-            if (free && (index == UINT_MAX || held[i] > best)) {
+            if (free && (index == NONE || held[i] > best)) {
                 // A NaN is taken for the lowest, so that there always is a choice.
                 best = isnan(held[i]) ? -INFINITY : held[i];
                 index = expert;
             }
         }
         const float score = simd_max(best);
-        const uint winner = simd_min(best == score ? index : UINT_MAX);
+        const uint winner = simd_min(best == score ? index : NONE);
         if (winner % LANES == lane) {
             taken |= 1u << (winner / LANES);
         }
