@@ -28,7 +28,7 @@ pub struct Global {
     /// Threads to compute with. Default: one per core
     #[arg(short, long, global = true, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     pub threads: Option<u16>,
-    /// Where to compute: auto (so far the CPU), cpu, cuda or cuda:N
+    /// Where to compute: auto (so far the CPU), cpu, cuda or cuda:N; metal, for inspect only so far
     #[arg(long, global = true, default_value = "auto", value_name = "DEVICE")]
     pub device: DeviceChoice,
     /// On the CPU: compute with f32 activations and an f32 K/V cache instead of int8 and bf16. Slower, for verification
@@ -56,7 +56,7 @@ impl Global {
     /// Refuses options that don't go together.
     pub fn check(&self) -> Result<(), UsageError> {
         match self.device {
-            DeviceChoice::Cuda(_) if self.cpu_exact => Err(UsageError(
+            DeviceChoice::Cuda(_) | DeviceChoice::Metal if self.cpu_exact => Err(UsageError(
                 "--cpu-exact is for the CPU, and --device names a GPU: leave one of them out".to_owned(),
             )),
             _ => Ok(()),
@@ -73,6 +73,8 @@ pub enum DeviceChoice {
     Cpu,
     /// An NVIDIA GPU, by its number.
     Cuda(usize),
+    /// The GPU of a Mac; there is a plan for it, but no backend yet.
+    Metal,
 }
 
 impl FromStr for DeviceChoice {
@@ -84,8 +86,9 @@ impl FromStr for DeviceChoice {
             None if text == "auto" => Ok(Self::Auto),
             None if text == "cpu" => Ok(Self::Cpu),
             None if text == "cuda" => Ok(Self::Cuda(0)),
+            None if text == "metal" => Ok(Self::Metal),
             Some(("cuda", n)) => number(n),
-            _ => Err("expected auto, cpu, cuda or cuda:N".to_owned()),
+            _ => Err("expected auto, cpu, cuda, cuda:N or metal".to_owned()),
         }
     }
 }
@@ -376,11 +379,12 @@ mod tests {
         let device = |text: &str| text.parse::<DeviceChoice>().ok();
         assert_eq!(device("auto"), Some(DeviceChoice::Auto));
         assert_eq!(device("cpu"), Some(DeviceChoice::Cpu));
+        assert_eq!(device("metal"), Some(DeviceChoice::Metal));
         assert_eq!(
             (device("cuda"), device("cuda:3")),
             (Some(DeviceChoice::Cuda(0)), Some(DeviceChoice::Cuda(3)))
         );
-        for wrong in ["", "gpu", "cuda:", "cuda:x", "cpu:1", "cuda:-1"] {
+        for wrong in ["", "gpu", "cuda:", "cuda:x", "cpu:1", "cuda:-1", "metal:0"] {
             assert_eq!(device(wrong), None, "{wrong}");
         }
     }

@@ -3,14 +3,14 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use lily_cpu::CpuBackend;
 use lily_cuda::CudaBackend;
 use lily_model::backend::Backend;
 use lily_model::config::Config;
 use lily_model::weights::Weights;
 
-use crate::args::{DeviceChoice, Global};
+use crate::args::{DeviceChoice, Global, UsageError};
 
 /// What a backend must hold at once.
 pub struct Size {
@@ -35,6 +35,10 @@ pub fn open(
         DeviceChoice::Auto | DeviceChoice::Cpu => Box::new(cpu(global, config, weights, size)?),
         DeviceChoice::Cuda(device) => {
             Box::new(CudaBackend::new(config.clone(), weights, &cuda_options(device, &size))?)
+        }
+        DeviceChoice::Metal => {
+            let problem = "--device metal is for `lily inspect` only: no backend runs on Apple GPUs yet, use --device cpu";
+            bail!(UsageError(problem.to_owned()));
         }
     })
 }

@@ -5,6 +5,7 @@ use std::io::{self, Write};
 use anyhow::Result;
 use lily_cuda::device::{Launch, decode_launches, stages, traffic};
 use lily_cuda::driver::{Context, DriverError};
+use lily_metal::plan::{Contents, KvType, Plan, State as MetalState};
 use lily_model::config::{Config, LayerKind};
 use lily_model::footprint::Footprint;
 use lily_model::manifest::{ModuleKind, modules};
@@ -25,7 +26,7 @@ struct Report {
     context: u32,
     /// How a sequence's state is held.
     state: Vec<State>,
-    /// With `--device cuda`.
+    /// With `--device cuda` or `--device metal`.
     #[serde(flatten)]
     step: Option<Step>,
 }
@@ -35,8 +36,11 @@ struct Report {
 struct Step {
     /// Which GPU's shapes it is for.
     gpu: String,
-    /// Whether that GPU is in this machine.
+    /// Whether Lily can use that GPU in this machine.
     gpu_is_here: bool,
+    /// What people are told of that.
+    #[serde(skip)]
+    remark: &'static str,
     kernels_per_token: usize,
     /// Stages that wait for each other; a kernel has one or more.
     stages_per_token: u32,
@@ -100,9 +104,17 @@ pub fn inspect(args: &Inspect, global: &Global) -> Result<()> {
         }
     };
     let mut report = report(model, &config, context(args.context.ctx_size, &config)?);
-    if let DeviceChoice::Cuda(index) = global.device {
-        report.state.push(gpu_state(&config, report.context, &report.weights));
-        report.step = Some(step(config, index, report.context)?);
+    match global.device {
+        DeviceChoice::Auto | DeviceChoice::Cpu => {}
+        DeviceChoice::Cuda(index) => {
+            report.state.push(gpu_state(&config, report.context, &report.weights));
+            report.step = Some(step(config, index, report.context)?);
+        }
+        DeviceChoice::Metal => {
+            let plan = lily_metal::plan(&config, report.context as usize, KvType::Bf16)?;
+            report.state.push(metal_state(&plan, report.context, &report.weights));
+            report.step = Some(metal_step(&plan, report.context));
+        }
     }
     let mut out = io::stdout().lock();
     if args.json {
@@ -168,12 +180,53 @@ fn step(config: Config, index: usize, context: u32) -> Result<Step> {
     Ok(Step {
         gpu: gpu.description(),
         gpu_is_here,
+        remark: if gpu_is_here { "" } else { ", though none is here" },
         kernels_per_token: launches.len(),
         stages_per_token: stages(&launches),
         bytes_per_token: moved.bytes,
         bytes_per_token_at_context: moved.bytes + moved.bytes_per_position * u64::from(context),
         launches: launches.iter().map(launched).collect(),
     })
+}
+
+/// State of a sequence on an Apple GPU, by the plan of its decode step.
+fn metal_state(plan: &Plan, context: u32, weights: &Weights) -> State {
+    let of = |buffer: usize| match plan.buffers[buffer].contents {
+        Contents::State(_, state) => Some(state),
+        _ => None,
+    };
+    let fixed = |b: usize| matches!(of(b), Some(MetalState::Conv | MetalState::Recurrent));
+    let bytes = |which: &dyn Fn(usize) -> bool| -> u64 {
+        (0..plan.buffers.len()).filter(|&b| which(b)).map(|b| plan.buffers[b].bytes as u64).sum()
+    };
+    let (held, cache) = (bytes(&fixed), bytes(&|b| of(b).is_some() && !fixed(b)));
+    let bindings = plan.launches.iter().flat_map(|l| &l.bindings);
+    let moved = bindings.filter(|b| fixed(b.buffer)).map(|b| b.bytes).sum();
+    state("metal: bf16 K/V", held, moved, cache / u64::from(context), held + cache, context, weights)
+}
+
+/// The decode step on an Apple GPU, as planned.
+fn metal_step(plan: &Plan, context: u32) -> Step {
+    let launched = |l: &lily_metal::plan::Launch| Launched {
+        stage: l.stage as u32,
+        stages: 1,
+        kernel: l.kernel,
+        grid: l.grid.map(|n| n as u32),
+        threads: l.threads as u32,
+        shared_bytes: l.threadgroup_memory.iter().sum::<usize>() as u32,
+        bytes: l.bytes(),
+        bytes_per_position: l.bytes_per_position(),
+    };
+    Step {
+        gpu: "Apple, M1 or later".to_owned(),
+        gpu_is_here: false,
+        remark: ": planned, not yet run on one",
+        kernels_per_token: plan.launches.len(),
+        stages_per_token: plan.stages() as u32,
+        bytes_per_token: plan.bytes(),
+        bytes_per_token_at_context: plan.bytes() + plan.bytes_per_position() * u64::from(context),
+        launches: plan.launches.iter().map(launched).collect(),
+    }
 }
 
 /// `moved`: what of the fixed state a token reads and writes.
@@ -275,8 +328,7 @@ fn write_text(out: &mut impl Write, report: &Report) -> io::Result<()> {
 }
 
 fn write_step(out: &mut impl Write, step: &Step, context: u32) -> io::Result<()> {
-    let here = if step.gpu_is_here { "" } else { ", though none is here" };
-    writeln!(out, "\ndecoding a token on a GPU ({}{here})", step.gpu)?;
+    writeln!(out, "\ndecoding a token on a GPU ({}{})", step.gpu, step.remark)?;
     let at_context = format!("bytes moved, at {} tokens", grouped(context.into()));
     let lines = [
         ("kernels", step.kernels_per_token as u64),

@@ -36,25 +36,41 @@ fn people_get_a_table() {
 /// The code that decodes on a GPU says what it would launch, on any machine.
 #[test]
 fn a_gpus_decode_step_is_listed() {
-    let args = ["inspect", "--preset", "35b-a3b", "--device", "cuda", "--ctx-size", "32768"];
-    let report = json(&[&args[..], &["--json"]].concat());
-    let number = |name: &str| report[name].as_u64().unwrap_or_else(|| panic!("{name}: {report}"));
-    let (kernels, stages) = (number("kernels_per_token"), number("stages_per_token"));
-    assert!(kernels <= 270 && stages <= 270, "{kernels} kernels, {stages} stages");
-    let launches = report["launches"].as_array().unwrap();
-    assert_eq!(launches.len() as u64, kernels);
-    assert_eq!(launches.iter().map(|l| l["stages"].as_u64().unwrap()).sum::<u64>(), stages);
-    let bytes = number("bytes_per_token");
-    assert_eq!(launches.iter().map(|l| l["bytes"].as_u64().unwrap()).sum::<u64>(), bytes);
-    let least = number_of(&report["weights"]["bytes_per_decoded_token"]) + 2 * (62_914_560 + 2_949_120);
-    assert!(bytes as f64 >= 0.99 * least as f64 && bytes as f64 <= 1.05 * least as f64, "{bytes}, {least}");
-    assert_eq!(number("bytes_per_token_at_context") - bytes, 20_480 * 32_768);
-    let (state, table) = (report["state"].as_array().unwrap(), output(&args));
-    assert_eq!(state.last().unwrap()["kv_bytes_per_token"], 20_480);
-    let first = launches[0]["kernel"].as_str().unwrap();
-    for words in ["decoding a token on a GPU", first] {
-        assert!(stdout(&table).contains(words), "{words}: {}", stdout(&table));
+    for device in ["cuda", "metal"] {
+        let args = ["inspect", "--preset", "35b-a3b", "--device", device, "--ctx-size", "32768"];
+        let report = json(&[&args[..], &["--json"]].concat());
+        let number = |name: &str| report[name].as_u64().unwrap_or_else(|| panic!("{name}: {report}"));
+        let (kernels, stages) = (number("kernels_per_token"), number("stages_per_token"));
+        assert!(kernels <= 270 && stages <= 270, "{device}: {kernels} kernels, {stages} stages");
+        let launches = report["launches"].as_array().unwrap();
+        assert_eq!(launches.len() as u64, kernels);
+        assert_eq!(launches.iter().map(|l| l["stages"].as_u64().unwrap()).sum::<u64>(), stages);
+        let bytes = number("bytes_per_token");
+        assert_eq!(launches.iter().map(|l| l["bytes"].as_u64().unwrap()).sum::<u64>(), bytes);
+        let least = number_of(&report["weights"]["bytes_per_decoded_token"]) + 2 * (62_914_560 + 2_949_120);
+        assert!(
+            bytes as f64 >= 0.99 * least as f64 && bytes as f64 <= 1.05 * least as f64,
+            "{bytes}, {least}"
+        );
+        assert_eq!(number("bytes_per_token_at_context") - bytes, 20_480 * 32_768);
+        let (state, table) = (report["state"].as_array().unwrap(), output(&args));
+        let held = state.last().unwrap();
+        assert_eq!(held["kv_bytes_per_token"], 20_480);
+        if device == "metal" {
+            // Its convolution keeps a row more than the last inputs.
+            assert_eq!(held["fixed_bytes"], 62_914_560 + 3_932_160);
+            assert_eq!(held["bytes_at_context"], 62_914_560_u64 + 3_932_160 + 20_480 * 32_768);
+        }
+        let first = launches[0]["kernel"].as_str().unwrap();
+        for words in ["decoding a token on a GPU", first] {
+            assert!(stdout(&table).contains(words), "{words}: {}", stdout(&table));
+        }
     }
+}
+
+#[test]
+fn metal_runs_nothing_yet_and_says_so() {
+    assert_refused(&output(&["run", "--device", "metal", "hello"]), 2, &["--device metal", "--device cpu"]);
 }
 
 fn number_of(value: &Value) -> u64 {

@@ -1,0 +1,202 @@
+// A Gated DeltaNet mixer: `project_gdn`, `delta`, `out_gdn`.
+
+constant constexpr uint KEY_WIDTH = KEY_HEADS * KEY_DIM;
+constant constexpr uint VALUE_WIDTH = VALUE_HEADS * VALUE_DIM;
+constant constexpr uint CHANNELS = 2 * KEY_WIDTH + VALUE_WIDTH;
+/// Columns of a head's state that a threadgroup of `delta` has: one a lane.
+constant constexpr uint COLUMN_BLOCKS = VALUE_DIM / LANES;
+constant constexpr uint DELTA_SIMDGROUPS = 8;
+/// Rows of the state that a lane has in registers.
+constant constexpr uint STATE_ROWS = KEY_DIM / DELTA_SIMDGROUPS;
+constant constexpr float L2_EPS = 1e-6f;
+
+/// Norm, then the projections q|k|v, z, b and a. What the convolution needs goes straight into its ring, whose slot
+/// `position % TAPS` has the newest inputs: the slots that `delta` reads besides were written by earlier steps.
+[[max_total_threads_per_threadgroup(128)]]
+kernel void project_gdn(
+    const device float* x [[buffer(0)]],
+    const device float* gains [[buffer(1)]],
+    const device uchar* qkv_codes [[buffer(2)]],
+    const device bfloat* qkv_scales [[buffer(3)]],
+    const device bfloat* qkv_biases [[buffer(4)]],
+    const device uchar* z_codes [[buffer(5)]],
+    const device bfloat* z_scales [[buffer(6)]],
+    const device bfloat* z_biases [[buffer(7)]],
+    const device uchar* b_codes [[buffer(8)]],
+    const device bfloat* b_scales [[buffer(9)]],
+    const device bfloat* b_biases [[buffer(10)]],
+    const device uchar* a_codes [[buffer(11)]],
+    const device bfloat* a_scales [[buffer(12)]],
+    const device bfloat* a_biases [[buffer(13)]],
+    const device uint* position [[buffer(14)]],
+    device float* conv [[buffer(15)]],
+    device float* z [[buffer(16)]],
+    device float* b [[buffer(17)]],
+    device float* a [[buffer(18)]],
+    uint group [[threadgroup_position_in_grid]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]
+) {
+    uint row = (group * PRODUCT_SIMDGROUPS + simdgroup) * ROWS;
+    Matrix m = {qkv_codes, qkv_scales, qkv_biases};
+    device float* out = conv + position[0] % TAPS * CHANNELS;
+    if (row >= CHANNELS + VALUE_WIDTH + 2 * VALUE_HEADS) {
+        return;
+    }
+    if (row >= CHANNELS + VALUE_WIDTH + VALUE_HEADS) {
+        row -= CHANNELS + VALUE_WIDTH + VALUE_HEADS;
+        m = {a_codes, a_scales, a_biases};
+        out = a;
+    } else if (row >= CHANNELS + VALUE_WIDTH) {
+        row -= CHANNELS + VALUE_WIDTH;
+        m = {b_codes, b_scales, b_biases};
+        out = b;
+    } else if (row >= CHANNELS) {
+        row -= CHANNELS;
+        m = {z_codes, z_scales, z_biases};
+        out = z;
+    }
+    float sums[ROWS];
+    normed_product_q4(sums, x, gains, m, row, ROWS, lane);
+    if (lane == 0) {
+        for (uint r = 0; r < ROWS; ++r) {
+            out[row + r] = sums[r];
+        }
+    }
+}
+
+/// The convolution of a channel over the last TAPS inputs, then SiLU. Tap j meets the input of position - (TAPS - 1) + j.
+inline float convolved(const device float* conv, const device float* taps, uint position, uint channel) {
+    float sum = 0.0f;
+    for (uint j = 0; j < TAPS; ++j) {
+        sum += taps[channel * TAPS + j] * conv[(position + 1 + j) % TAPS * CHANNELS + channel];
+    }
+    return silu(sum);
+}
+
+/// Convolution, norms of q and k, gates, and the delta rule for 32 columns of one value head. The state is read once and
+/// written once. With S the decayed state, e = beta (v - S^T k), and the readout of S + k e^T is S^T q + (k . q) e: so S^T k and
+/// S^T q are summed in one pass. Writes o times gain and gate, and the sum of squares of o, from which `out_gdn` norms.
+[[max_total_threads_per_threadgroup(256)]]
+kernel void delta(
+    const device float* conv [[buffer(0)]],
+    const device float* taps [[buffer(1)]],
+    const device float* z [[buffer(2)]],
+    const device float* b [[buffer(3)]],
+    const device float* a [[buffer(4)]],
+    const device float* a_log [[buffer(5)]],
+    const device float* dt_bias [[buffer(6)]],
+    const device float* gains [[buffer(7)]],
+    const device uint* position [[buffer(8)]],
+    device float* state [[buffer(9)]],
+    device float* gated [[buffer(10)]],
+    device float* squares [[buffer(11)]],
+    threadgroup float* qk [[threadgroup(0)]],
+    threadgroup float* sums [[threadgroup(1)]],
+    uint2 group [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]
+) {
+    const uint head = group.y;
+    const uint key_head = head / (VALUE_HEADS / KEY_HEADS);
+    const uint column = group.x * LANES + lane;
+    const uint at = position[0];
+    for (uint i = thread_index; i < 2 * KEY_DIM; i += LANES * DELTA_SIMDGROUPS) {
+        const uint channel = i / KEY_DIM * KEY_WIDTH + key_head * KEY_DIM + i % KEY_DIM;
+        qk[i] = convolved(conv, taps, at, channel);
+    }
+    const float v = convolved(conv, taps, at, 2 * KEY_WIDTH + head * VALUE_DIM + column);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+
+    const threadgroup float* q = qk;
+    const threadgroup float* k = qk + KEY_DIM;
+    float q_q = 0.0f;
+    float k_k = 0.0f;
+    float q_k = 0.0f;
+    for (uint i = lane; i < KEY_DIM; i += LANES) {
+        q_q += q[i] * q[i];
+        k_k += k[i] * k[i];
+        q_k += q[i] * k[i];
+    }
+    const float q_factor = rsqrt(simd_sum(q_q) + L2_EPS) * rsqrt(float(KEY_DIM));
+    const float k_factor = rsqrt(simd_sum(k_k) + L2_EPS);
+    q_k = simd_sum(q_k) * q_factor * k_factor;
+
+    float s[STATE_ROWS];
+    float s_q = 0.0f;
+    float s_k = 0.0f;
+    device float* mine = state + (head * KEY_DIM + simdgroup * STATE_ROWS) * VALUE_DIM + column;
+    for (uint i = 0; i < STATE_ROWS; ++i) {
+        s[i] = mine[i * VALUE_DIM];
+        s_q += s[i] * q[simdgroup * STATE_ROWS + i];
+        s_k += s[i] * k[simdgroup * STATE_ROWS + i];
+    }
+    sums[2 * simdgroup * LANES + lane] = s_q;
+    sums[(2 * simdgroup + 1) * LANES + lane] = s_k;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    s_q = 0.0f;
+    s_k = 0.0f;
+    for (uint i = 0; i < DELTA_SIMDGROUPS; ++i) {
+        s_q += sums[2 * i * LANES + lane];
+        s_k += sums[(2 * i + 1) * LANES + lane];
+    }
+
+    const float rate = a[head] + dt_bias[head];
+    // log(1 + e^rate) without overflow; where e^-|rate| is lost beside 1, it is the logarithm itself to the last bit but one.
+    const float small = exp(-abs(rate));
+    const float softplus = max(rate, 0.0f) + (small < 1e-4f ? small : log(1.0f + small));
+    const float alpha = exp(-exp(a_log[head]) * softplus);
+    const float error = sigmoid(b[head]) * (v - alpha * s_k * k_factor);
+    for (uint i = 0; i < STATE_ROWS; ++i) {
+        mine[i * VALUE_DIM] = alpha * s[i] + k[simdgroup * STATE_ROWS + i] * k_factor * error;
+    }
+    if (simdgroup == 0) {
+        const float o = alpha * s_q * q_factor + q_k * error;
+        const float total = simd_sum(o * o);
+        gated[head * VALUE_DIM + column] = o * gains[column] * silu(z[head * VALUE_DIM + column]);
+        if (lane == 0) {
+            squares[head * COLUMN_BLOCKS + group.x] = total;
+        }
+    }
+}
+
+/// The norm of each head, the output projection, and the residual: x += W y.
+[[max_total_threads_per_threadgroup(128)]]
+kernel void out_gdn(
+    const device float* gated [[buffer(0)]],
+    const device float* squares [[buffer(1)]],
+    const device uchar* codes [[buffer(2)]],
+    const device bfloat* scales [[buffer(3)]],
+    const device bfloat* biases [[buffer(4)]],
+    device float* x [[buffer(5)]],
+    uint group [[threadgroup_position_in_grid]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]
+) {
+    const uint row = (group * PRODUCT_SIMDGROUPS + simdgroup) * ROWS;
+    if (row >= HIDDEN) {
+        return;
+    }
+    const Matrix m = {codes, scales, biases};
+    float sums[ROWS] = {0.0f};
+    for (uint col = lane * INPUTS; col < VALUE_WIDTH; col += STRIDE) {
+        Inputs in = plain_inputs(gated, col);
+        float total = 0.0f;
+        for (uint i = 0; i < COLUMN_BLOCKS; ++i) {
+            total += squares[col / VALUE_DIM * COLUMN_BLOCKS + i];
+        }
+        const float factor = rsqrt(total / float(VALUE_DIM) + NORM_EPS);
+        for (uint i = 0; i < INPUTS; ++i) {
+            in.x[i] *= factor;
+        }
+        in.sum *= factor;
+        multiply_q4(sums, in, m, row, ROWS, VALUE_WIDTH, col);
+    }
+    for (uint r = 0; r < ROWS; ++r) {
+        const float sum = simd_sum(sums[r]);
+        if (lane == r) {
+            x[row + r] += sum;
+        }
+    }
+}

@@ -1,0 +1,49 @@
+//! The kernels' text, for the shapes of a model.
+
+use std::fmt::Write;
+
+use lily_model::config::Config;
+
+use crate::plan::{KvType, PARTS};
+
+/// The files of `kernels/`, in the order in which they make one library.
+const FILES: [&str; 6] = [
+    include_str!("../kernels/common.metal"),
+    include_str!("../kernels/embed.metal"),
+    include_str!("../kernels/gdn.metal"),
+    include_str!("../kernels/attention.metal"),
+    include_str!("../kernels/moe.metal"),
+    include_str!("../kernels/head.metal"),
+];
+
+/// Metal Shading Language 3.1: one library with all kernels, compiled for the shapes of `config`. To be compiled with
+/// `MTLMathMode.safe`: the kernels use infinities and tell NaN apart.
+pub fn source(config: &Config, kv: KvType) -> String {
+    let (g, a, m) = (&config.gdn, &config.attention, &config.moe);
+    let shapes = [
+        ("HIDDEN", config.hidden_size),
+        ("VOCAB", config.vocab_size),
+        ("KEY_HEADS", g.key_heads),
+        ("VALUE_HEADS", g.value_heads),
+        ("KEY_DIM", g.key_dim),
+        ("VALUE_DIM", g.value_dim),
+        ("TAPS", g.conv_kernel),
+        ("HEADS", a.heads),
+        ("KV_HEADS", a.kv_heads),
+        ("HEAD_DIM", a.head_dim),
+        ("ROTARY_DIM", a.rotary_dim),
+        ("PARTS", PARTS),
+        ("EXPERTS", m.experts),
+        ("TOP_K", m.experts_per_token),
+        ("EXPERT_WIDTH", m.expert_width),
+        ("SHARED_WIDTH", m.shared_width),
+    ];
+    let mut text = String::new();
+    for (name, value) in shapes {
+        // Unsigned, like everything that they are compared with. Writing to a String can't fail.
+        let _ = writeln!(text, "#define {name} {value}u");
+    }
+    let _ = writeln!(text, "#define NORM_EPS {:e}f\n#define KV {}", config.rms_norm_eps, kv.metal());
+    FILES.iter().for_each(|file| text.push_str(file));
+    text
+}

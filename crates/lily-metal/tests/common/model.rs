@@ -1,0 +1,172 @@
+//! Models for the machine, with the CPU's reference beside them.
+
+use std::path::Path;
+
+use lily_cpu::reference::Reference;
+use lily_metal::plan::{Contents, KvType};
+use lily_metal::{plan, source};
+use lily_model::checkpoint::{Checkpoint, Tensor};
+use lily_model::config::Config;
+use lily_model::files::ModelFiles;
+use lily_model::manifest::mlx_path;
+use lily_model::weights::Weights;
+use safetensors::Dtype;
+
+use super::machine::Machine;
+use super::{Guard, Kernels};
+
+pub struct Model {
+    pub config: Config,
+    pub weights: Weights,
+    checkpoint: Checkpoint,
+}
+
+/// A folder below the repository's.
+pub fn folder(path: &str) -> std::path::PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(path)
+}
+
+impl Model {
+    /// A checkpoint in MLX form.
+    pub fn load(folder: &Path) -> Self {
+        let files = ModelFiles::folder(folder).unwrap();
+        let config = Config::from_json(&files.open("config.json").unwrap()).unwrap();
+        let checkpoint = Checkpoint::open(&files).unwrap();
+        let weights = Weights::load(&checkpoint, &config).unwrap();
+        Self { config, weights, checkpoint }
+    }
+
+    pub fn reference(&self) -> Reference<'_> {
+        Reference { config: &self.config, weights: &self.weights }
+    }
+
+    /// The kernels for this model, with its weights.
+    pub fn machine(&self, capacity: usize, kv: KvType, guard: Guard) -> Machine {
+        self.machine_of(&source::source(&self.config, kv), capacity, kv, guard)
+    }
+
+    /// As [`Self::machine`], with the kernels of a text.
+    pub fn machine_of(&self, source: &str, capacity: usize, kv: KvType, guard: Guard) -> Machine {
+        let kernels = Kernels::compile(source);
+        let plan = plan(&self.config, capacity, kv).unwrap();
+        let a = &self.config.attention;
+        let mut machine = Machine::new(kernels, plan, a.rope_theta, a.rotary_dim, guard);
+        for at in 0..machine.plan.buffers.len() {
+            if let Some(bytes) = self.weight(&machine.plan.buffers[at].contents) {
+                machine.memory[at].bytes_mut().copy_from_slice(&bytes);
+            }
+        }
+        machine
+    }
+
+    /// What a buffer of weights holds, taken from the files by name, as a host would map it.
+    fn weight(&self, contents: &Contents) -> Option<Vec<u8>> {
+        let tensor = |name: &str, suffix: &str| {
+            let name = format!("{}{suffix}", mlx_path(name));
+            self.checkpoint.get(&name).unwrap_or_else(|| panic!("no tensor {name}"))
+        };
+        match contents {
+            Contents::Codes(name) => Some(tensor(name, ".weight").data.to_vec()),
+            Contents::Scales(name) => Some(bf16(tensor(name, ".scales"))),
+            Contents::Biases(name) => Some(bf16(tensor(name, ".biases"))),
+            Contents::Vector(name) => {
+                let bare = name.ends_with("A_log") || name.ends_with("dt_bias");
+                Some(f32s(tensor(name, if bare { "" } else { ".weight" })))
+            }
+            _ => None,
+        }
+    }
+}
+
+fn bf16(tensor: &Tensor) -> Vec<u8> {
+    assert_eq!(tensor.dtype, Dtype::BF16);
+    tensor.data.to_vec()
+}
+
+fn f32s(tensor: &Tensor) -> Vec<u8> {
+    match tensor.dtype {
+        Dtype::F32 => tensor.data.to_vec(),
+        // The upper half of an f32.
+        Dtype::BF16 => tensor.data.as_chunks::<2>().0.iter().flat_map(|b| [0, 0, b[0], b[1]]).collect(),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// A random model of four layers (three of Gated DeltaNet, one of attention) with shapes of its own; fields are those of
+/// config.json.
+pub fn random(fields: &[(&str, serde_json::Value)], seed: u64) -> Model {
+    let nano = std::fs::read(folder("tests/data/nano/mlx-4bit/config.json")).unwrap();
+    let config = lily_model::presets::first_layers(&nano, 4).unwrap();
+    let mut config: serde_json::Value = serde_json::from_slice(&config).unwrap();
+    for (name, value) in fields {
+        config["text_config"][name] = value.clone();
+    }
+    // The file has it in two places.
+    config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"].clone();
+    let text = config.to_string();
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("model");
+    lily_model::synth::Synth::new(text.as_bytes(), seed).unwrap().write(&out, &[], &|_| {}).unwrap();
+    // The files stay mapped after their folder is gone.
+    Model::load(&out)
+}
+
+/// Shapes at the edges of what the kernels take.
+pub fn edge_shapes() -> Vec<(&'static str, Model)> {
+    let few = [
+        ("hidden_size", 192.into()),
+        ("vocab_size", 388.into()),
+        ("linear_num_key_heads", 1.into()),
+        ("linear_num_value_heads", 4.into()),
+        ("linear_key_head_dim", 40.into()),
+        ("linear_value_head_dim", 64.into()),
+        ("num_attention_heads", 8.into()),
+        ("num_key_value_heads", 1.into()),
+        ("head_dim", 96.into()),
+        ("num_experts", 12.into()),
+        ("num_experts_per_tok", 5.into()),
+        ("moe_intermediate_size", 128.into()),
+        ("shared_expert_intermediate_size", 192.into()),
+    ];
+    // Rows longer than what a SIMD-group takes at once; more experts than lanes; a tied head.
+    let wide = [
+        ("hidden_size", 576.into()),
+        ("linear_num_key_heads", 8.into()),
+        ("linear_num_value_heads", 8.into()),
+        ("linear_key_head_dim", 128.into()),
+        ("linear_value_head_dim", 128.into()),
+        ("linear_conv_kernel_dim", 3.into()),
+        ("num_attention_heads", 6.into()),
+        ("num_key_value_heads", 2.into()),
+        ("head_dim", 224.into()),
+        ("num_experts", 40.into()),
+        ("num_experts_per_tok", 8.into()),
+        ("moe_intermediate_size", 576.into()),
+        ("tie_word_embeddings", true.into()),
+    ];
+    // Many query heads a K/V head; every expert is chosen.
+    let packed = [
+        ("num_attention_heads", 16.into()),
+        ("num_key_value_heads", 1.into()),
+        ("head_dim", 256.into()),
+        ("num_experts", 4.into()),
+        ("num_experts_per_tok", 4.into()),
+    ];
+    // The real model's widths, with fewer experts and a small vocabulary.
+    let real = [
+        ("hidden_size", 2048.into()),
+        ("linear_num_key_heads", 16.into()),
+        ("linear_num_value_heads", 32.into()),
+        ("linear_key_head_dim", 128.into()),
+        ("linear_value_head_dim", 128.into()),
+        ("num_attention_heads", 16.into()),
+        ("num_key_value_heads", 2.into()),
+        ("head_dim", 256.into()),
+        ("num_experts", 36.into()),
+        ("num_experts_per_tok", 8.into()),
+        ("moe_intermediate_size", 512.into()),
+        ("shared_expert_intermediate_size", 512.into()),
+    ];
+    let shapes: [(&str, &[_]); 4] = [("few", &few), ("wide", &wide), ("packed", &packed), ("real", &real)];
+    (1..).zip(shapes).map(|(seed, (name, fields))| (name, random(fields, seed))).collect()
+}

@@ -1,0 +1,112 @@
+//! The machine that the kernels are tested on finds what is wrong on purpose.
+#![cfg(target_os = "linux")]
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+mod common;
+
+use std::sync::OnceLock;
+
+use common::{Guard, Kernels, Memory, ORDERS, Order};
+
+/// Kernels of 64 threads with one buffer of 64 numbers and as many in threadgroup memory.
+const SOURCE: &str = include_str!("shim/wrong.metal");
+
+fn kernels() -> &'static Kernels {
+    static KERNELS: OnceLock<&'static Kernels> = OnceLock::new();
+    KERNELS.get_or_init(|| Kernels::compile(SOURCE))
+}
+
+fn launch(kernel: &str, out: &mut Memory, order: Order) -> Result<(), String> {
+    kernels().launch(kernel, [1, 1, 1], 64, &[256], &mut [out], order)
+}
+
+/// What a kernel leaves in each order.
+fn results(kernel: &str) -> Vec<Vec<u32>> {
+    let run = |order| {
+        let mut out = kernels().allocate(256, Guard::End);
+        launch(kernel, &mut out, order).unwrap();
+        out.words()
+    };
+    ORDERS.map(run).to_vec()
+}
+
+#[track_caller]
+fn refused(kernel: &str, guard: Guard, why: &str) {
+    let error = launch(kernel, &mut kernels().allocate(256, guard), Order::Forward).unwrap_err();
+    assert!(error.starts_with(kernel) && error.contains(why), "{error}");
+    // The next launch is unharmed.
+    launch("right", &mut kernels().allocate(256, guard), Order::Forward).unwrap();
+}
+
+#[test]
+fn a_right_kernel_gives_the_same_in_every_order() {
+    let results = results("right");
+    let expected: Vec<u32> = (0..64u32).map(|i| ((i + 33) % 64) * 2 + 32 * 31 / 2).collect();
+    for result in results {
+        assert_eq!(result.iter().map(|w| f32::from_bits(*w) as u32).collect::<Vec<_>>(), expected);
+    }
+}
+
+#[test]
+fn a_missing_barrier_shows() {
+    let results = results("missing_barrier");
+    assert!(results.iter().any(|r| *r != results[0]));
+}
+
+#[test]
+fn threadgroup_memory_is_nan_until_it_is_written() {
+    for result in results("not_written") {
+        let nan: Vec<usize> = (0..64).filter(|&i| f32::from_bits(result[i]).is_nan()).collect();
+        assert_eq!(nan, [5]);
+    }
+}
+
+#[test]
+fn threads_that_miss_a_barrier_are_found() {
+    refused("missed_barrier", Guard::End, "wait for others that don't come");
+    refused("missed_sum", Guard::End, "wait for others that don't come");
+    refused("mixed_functions", Guard::End, "different functions");
+}
+
+#[test]
+fn accesses_outside_of_memory_are_found() {
+    refused("behind_buffer", Guard::End, "outside of its memory");
+    refused("before_buffer", Guard::Start, "outside of its memory");
+    refused("behind_threadgroup_memory", Guard::End, "outside of its memory");
+    refused("behind_array", Guard::End, "undefined behaviour");
+}
+
+#[test]
+fn what_no_device_could_launch_is_refused() {
+    let mut out = kernels().allocate(256, Guard::End);
+    let mut run = |kernel: &str, threads, memory: &[usize]| {
+        kernels().launch(kernel, [1, 1, 1], threads, memory, &mut [&mut out], Order::Forward).unwrap_err()
+    };
+    assert!(run("right", 63, &[256]).contains("a multiple of 32"));
+    assert!(run("right", 64, &[32 * 1024, 16]).contains("more than 32768 bytes"));
+    assert!(run("right", 64, &[]).contains("without a length"));
+    assert!(run("nothing", 64, &[256]).contains("no such kernel"));
+    let error = kernels().launch("right", [1, 1, 1], 64, &[256], &mut [], Order::Forward).unwrap_err();
+    assert!(error.contains("not bound"), "{error}");
+}
+
+/// Rounding is that of the half crate, which lily-model reads and writes bf16 with.
+#[test]
+fn bf16_is_rounded_to_nearest_even() {
+    let mut random = fastrand::Rng::with_seed(1);
+    for _ in 0..100 {
+        let mut values = [0.0f32; 64].map(|_| f32::from_bits(random.u32(..)));
+        (values[0], values[1], values[2]) =
+            (f32::MAX, f32::from_bits(0x3f80_8000), f32::from_bits(0x3f81_8000));
+        let mut out = kernels().allocate(256, Guard::End);
+        out.put_floats(&values);
+        launch("round", &mut out, Order::Forward).unwrap();
+        for (value, got) in values.iter().zip(out.floats()) {
+            let expected = half::bf16::from_f32(*value).to_f32();
+            assert!(
+                got == expected || got.is_nan() && expected.is_nan(),
+                "{value}: {got}, expected {expected}"
+            );
+        }
+    }
+}

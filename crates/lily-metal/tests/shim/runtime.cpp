@@ -1,0 +1,307 @@
+// Runs kernels on the CPU. The threads of a threadgroup are fibers of one OS thread, resumed one after the other in a given
+// order; a barrier or a SIMD-group function suspends a fiber until all that must come have come. Every buffer and every
+// threadgroup memory argument lies beside pages that can't be touched, so an access outside of it is a fault, which ends the
+// launch with a message.
+#include <setjmp.h>
+#include <signal.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "metal_stdlib"
+#undef kernel
+#undef device
+#undef constant
+#undef threadgroup
+#undef thread
+#include "entry.h"
+
+namespace shim {
+namespace {
+constexpr uint LANES = 32, MOST_THREADS = 1024;
+constexpr size_t PAGE = 4096;
+// No power of two: the tops of all stacks would share a few lines of the cache.
+constexpr size_t STACK = (16 << 10) + 5 * 64;
+
+enum class State { ready, at_barrier, at_exchange, done };
+
+struct Fiber {
+    ucontext_t start;
+    jmp_buf resume;
+    bool started;
+    State state;
+    uint index;
+};
+
+struct SimdGroup {
+    uint arrived, parity, size;
+    Operation operation;
+    // Two, so that a lane may go on to the next exchange before the others have read this one.
+    unsigned char slots[2][LANES * SLOT];
+};
+
+Kernel* kernels;
+
+/// What an OS thread needs for launches; kept from one to the next.
+struct Machine {
+    std::unique_ptr<Fiber[]> fibers{new Fiber[MOST_THREADS]()};
+    std::unique_ptr<SimdGroup[]> simdgroups{new SimdGroup[MOST_THREADS / LANES]()};
+    unsigned char* stacks = nullptr;
+    jmp_buf scheduler;
+    Fiber* current = nullptr;
+    const Kernel* kernel = nullptr;
+    void* const* buffers = nullptr;
+    std::vector<std::pair<void*, size_t>> memory;
+    Group group{};
+    uint threads = 0, buffer_count = 0, at_barrier = 0;
+    const char* problem = nullptr;
+    ~Machine();
+};
+thread_local Machine own_machine;
+/// The one of this OS thread, set when a launch begins: cheaper to read than a variable with a destructor.
+thread_local Machine* here;
+#define machine (*here)
+/// Whether a kernel is running on this OS thread: only then is a fault ours.
+thread_local volatile bool running;
+
+/// What came back through the scheduler's jump.
+enum Reason { SUSPENDED = 1, FAILED = 2 };
+
+[[noreturn]] void fail(const char* problem) {
+    machine.problem = problem;
+    _longjmp(machine.scheduler, FAILED);
+}
+
+void suspend(State state) {
+    Fiber* me = machine.current;
+    me->state = state;
+    if (_setjmp(me->resume) == 0) _longjmp(machine.scheduler, SUSPENDED);
+}
+
+/// A fiber runs the kernel again and again, once for each threadgroup.
+void fiber_main() {
+    for (;;) {
+        machine.kernel->entry();
+        suspend(State::done);
+    }
+}
+
+void* allocate(size_t bytes, bool guard_end) {
+    const size_t room = (bytes + PAGE - 1) / PAGE * PAGE;
+    void* all = mmap(nullptr, room + 2 * PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (all == MAP_FAILED) return nullptr;
+    unsigned char* first = static_cast<unsigned char*>(all) + PAGE;
+    if (mprotect(first, room, PROT_READ | PROT_WRITE) != 0) return nullptr;
+    return guard_end ? first + (room - (bytes + 15) / 16 * 16) : first;
+}
+
+void release(void* address, size_t bytes) {
+    const uintptr_t first = reinterpret_cast<uintptr_t>(address) / PAGE * PAGE - PAGE;
+    munmap(reinterpret_cast<void*>(first), (bytes + PAGE - 1) / PAGE * PAGE + 2 * PAGE);
+}
+
+Machine::~Machine() {
+    for (auto& m : memory) release(m.first, m.second);
+    if (stacks) munmap(stacks, STACK * MOST_THREADS);
+}
+
+/// Makes all fibers new: those of a failed launch have stopped in the middle.
+bool make_fibers() {
+    if (!machine.stacks) {
+        void* stacks = mmap(nullptr, STACK * MOST_THREADS, PROT_READ | PROT_WRITE,
+                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (stacks == MAP_FAILED) return false;
+        machine.stacks = static_cast<unsigned char*>(stacks);
+    }
+    for (uint i = 0; i < MOST_THREADS; ++i) {
+        Fiber& fiber = machine.fibers[i];
+        fiber.started = false;
+        fiber.index = i;
+        getcontext(&fiber.start);
+        fiber.start.uc_stack.ss_sp = machine.stacks + i * STACK;
+        fiber.start.uc_stack.ss_size = STACK;
+        fiber.start.uc_link = nullptr;
+        makecontext(&fiber.start, fiber_main, 0);
+    }
+    return true;
+}
+
+/// A fault in a kernel ends its launch; any other ends the program, as it would without us.
+void on_fault(int number, siginfo_t*, void*) {
+    if (!running) {
+        signal(number, SIG_DFL);
+        return;
+    }
+    fail(number == SIGILL || number == SIGTRAP ? "undefined behaviour: an index, a shift or an alignment"
+                                               : "an access outside of its memory");
+}
+
+void catch_faults() {
+    struct sigaction action = {};
+    action.sa_sigaction = on_fault;
+    // The handler jumps away, so the signal must not stay blocked.
+    action.sa_flags = SA_SIGINFO | SA_NODEFER;
+    for (int number : {SIGSEGV, SIGBUS, SIGILL, SIGTRAP}) sigaction(number, &action, nullptr);
+}
+
+/// Runs a fiber until it waits or ends; false: something went wrong. (Never inlined, since it calls setjmp: so its callers'
+/// variables are safe.)
+bool resume(Fiber& fiber) {
+    const int reason = _setjmp(machine.scheduler);
+    if (reason != 0) return reason == SUSPENDED;
+    machine.current = &fiber;
+    if (fiber.started) _longjmp(fiber.resume, 1);
+    fiber.started = true;
+    setcontext(&fiber.start);
+    return false;
+}
+
+/// Runs one threadgroup.
+bool run_threadgroup(const std::vector<uint>& order) {
+    for (uint i = 0; i < machine.threads; ++i) machine.fibers[i].state = State::ready;
+    for (uint i = 0; i < machine.threads / LANES; ++i) machine.simdgroups[i].arrived = 0;
+    // NaN in every number that isn't written first.
+    for (auto& m : machine.memory) memset(m.first, 0xff, m.second);
+    machine.at_barrier = 0;
+    uint done = 0;
+    while (done < machine.threads) {
+        bool moved = false;
+        for (uint i = 0; i < machine.threads; ++i) {
+            Fiber& fiber = machine.fibers[order[i]];
+            if (fiber.state != State::ready) continue;
+            moved = true;
+            if (!resume(fiber)) return false;
+            if (fiber.state == State::done) ++done;
+        }
+        if (!moved) {
+            machine.problem = "threads wait for others that don't come: a barrier or a SIMD-group function is not reached by all";
+            return false;
+        }
+    }
+    return true;
+}
+
+uint next_random(uint& seed) {
+    seed ^= seed << 13;
+    seed ^= seed >> 17;
+    seed ^= seed << 5;
+    return seed;
+}
+
+/// 0: forwards; 1: backwards; any other number: by chance.
+std::vector<uint> make_order(uint n, uint kind) {
+    std::vector<uint> order(n);
+    uint seed = kind * 2654435761u | 1;
+    for (uint i = 0; i < n; ++i) order[i] = kind == 1 ? n - 1 - i : i;
+    for (uint i = n; kind > 1 && i > 1; --i) std::swap(order[i - 1], order[next_random(seed) % i]);
+    return order;
+}
+}  // namespace
+
+Kernel::Kernel(const char* name, void (*entry)()) : name(name), entry(entry), next(kernels) { kernels = this; }
+
+uint lane() { return machine.current->index % LANES; }
+uint thread_index_in_threadgroup() { return machine.current->index; }
+uint simdgroup_index_in_threadgroup() { return machine.current->index / LANES; }
+Group threadgroup_position_in_grid() { return machine.group; }
+
+Pointer buffer(uint index) {
+    if (index >= machine.buffer_count) fail("a buffer that is not bound");
+    return {machine.buffers[index]};
+}
+
+Pointer threadgroup_memory(uint index) {
+    if (index >= machine.memory.size()) fail("a threadgroup memory argument without a length");
+    return {machine.memory[index].first};
+}
+
+void barrier() {
+    if (++machine.at_barrier < machine.threads) return suspend(State::at_barrier);
+    machine.at_barrier = 0;
+    for (uint i = 0; i < machine.threads; ++i) machine.fibers[i].state = State::ready;
+}
+
+const unsigned char* exchange(Operation operation, const void* value, uint size, void (*combine)(unsigned char*)) {
+    SimdGroup& group = machine.simdgroups[simdgroup_index_in_threadgroup()];
+    if (group.arrived == 0) {
+        group.operation = operation;
+        group.size = size;
+    } else if (group.operation != operation || group.size != size) {
+        fail("lanes of a SIMD-group are at different functions");
+    }
+    unsigned char* slots = group.slots[group.parity];
+    memcpy(slots + lane() * SLOT, value, size);
+    if (++group.arrived < LANES) {
+        suspend(State::at_exchange);
+        return slots;
+    }
+    if (combine) combine(slots);
+    group.arrived = 0;
+    group.parity ^= 1;
+    Fiber* first = &machine.fibers[machine.current->index / LANES * LANES];
+    for (uint i = 0; i < LANES; ++i) first[i].state = State::ready;
+    return slots;
+}
+}  // namespace shim
+
+using namespace shim;
+
+struct Request {
+    const char* kernel;
+    void* const* buffers;
+    uint buffer_count;
+    const uint* memory;
+    uint memory_count;
+    uint grid[3];
+    uint threads;
+    uint order;
+};
+
+/// Memory beside pages that can't be touched: right behind its end (rounded up to 16 bytes), or right before its beginning.
+extern "C" void* shim_allocate(size_t bytes, bool guard_end) { return allocate(bytes, guard_end); }
+
+extern "C" void shim_release(void* address, size_t bytes) { release(address, bytes); }
+
+/// Runs a kernel. 0, or 1 with the reason in `error`.
+extern "C" int shim_launch(const Request* request, char* error, size_t error_size) {
+    catch_faults();
+    here = &own_machine;
+    const Kernel* found = kernels;
+    while (found && strcmp(found->name, request->kernel) != 0) found = found->next;
+    machine.kernel = found;
+    machine.buffers = request->buffers;
+    machine.buffer_count = request->buffer_count;
+    machine.threads = request->threads;
+    machine.problem = found ? nullptr : "there is no such kernel";
+    if (request->threads == 0 || request->threads % LANES || request->threads > MOST_THREADS)
+        machine.problem = "threads of a threadgroup must be a multiple of 32, at most 1024";
+    for (auto& m : machine.memory) release(m.first, m.second);
+    machine.memory.clear();
+    size_t memory = 0;
+    for (uint i = 0; i < request->memory_count; ++i) {
+        memory += request->memory[i];
+        machine.memory.push_back({allocate(request->memory[i], true), request->memory[i]});
+        if (!machine.memory.back().first) machine.problem = "no memory";
+    }
+    if (memory > 32768) machine.problem = "more than 32768 bytes of threadgroup memory";
+    if (!machine.stacks && !make_fibers()) machine.problem = "no memory";
+    const std::vector<uint> threads = make_order(request->threads, request->order);
+    const uint width = request->grid[0], groups = width * request->grid[1] * request->grid[2];
+    const std::vector<uint> order = make_order(groups, request->order);
+    running = true;
+    for (uint i = 0; i < groups && !machine.problem; ++i) {
+        machine.group = {order[i] % width, order[i] / width};
+        if (!run_threadgroup(threads) && !machine.problem) machine.problem = "it stopped";
+    }
+    running = false;
+    if (!machine.problem) return 0;
+    make_fibers();
+    snprintf(error, error_size, "%s, threadgroup (%u, %u), thread %u: %s", request->kernel, machine.group.x,
+             machine.group.y, machine.current ? machine.current->index : 0, machine.problem);
+    return 1;
+}
