@@ -350,42 +350,6 @@ __device__ __forceinline__ float split_row(const float* x, u32 width, const floa
     return squares;
 }
 
-// The same for a row of K_TILES full tiles, in two halves: gains are loaded ahead of the wait for x.
-template <int MODE, int K_TILES> struct RowSplitter {
-    static constexpr int STEPS = ((K_TILES + WARPS - 1) / WARPS + 3) / 4;
-    float factors[STEPS][8];
-    __device__ __forceinline__ Place at(int i, u32 warp, int lane) const {
-        return place(first_tile(warp, K_TILES) + i * 4, first_tile(warp + 1, K_TILES), K_TILES * TILE_COLS, lane);
-    }
-    __device__ __forceinline__ void load_gains(const float* factor, u32 warp, int lane) {
-#pragma unroll
-        for (int i = 0; i < STEPS; i++) {
-#pragma unroll
-            for (int j = 0; j < 8; j++) factors[i][j] = 0;
-            if (MODE == NORMED) load_factors<MODE>(factor, at(i, warp, lane), factors[i]);
-        }
-    }
-    __device__ __forceinline__ float split(const float* x, const float* factor, u32 warp, int lane, u8* fragments, float* sums) {
-        float v[STEPS][8], squares = 0;
-#pragma unroll
-        for (int i = 0; i < STEPS; i++) {
-            const Place p = at(i, warp, lane);
-#pragma unroll
-            for (int j = 0; j < 8; j++) v[i][j] = 0;
-            if (p.active) load8(x + p.col, v[i]);
-            if (MODE != NORMED) load_factors<MODE>(factor, p, factors[i]);
-        }
-#pragma unroll
-        for (int i = 0; i < STEPS; i++) {
-            if (!Share<K_TILES>(warp).has(i * 4)) continue;
-#pragma unroll
-            for (int j = 0; j < 8; j++) squares = fmaf(v[i][j], v[i][j], squares);
-            split_place(at(i, warp, lane), v[i], factors[i], lane, fragments, sums);
-        }
-        return squares;
-    }
-};
-
 // Large to small, then small index to large: the order in which experts and tokens are preferred. NaN is last.
 __device__ __forceinline__ u32 order_key(float x) {
     const u32 b = __float_as_uint(x);
