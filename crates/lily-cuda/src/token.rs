@@ -1,4 +1,4 @@
-//! One decoded token as one kernel, `kernels/token.cu`, between the embedding and the draw.
+//! One decoded token as one kernel, `kernels/token/`, between the embedding and the draw.
 
 use lily_model::config::{Config, LayerKind};
 use lily_model::footprint::Footprint;
@@ -18,7 +18,7 @@ const SLOT: usize = 32 * 576;
 const MOST_OWN: u32 = 2;
 /// Words of a layer's addresses: `Layer` of the kernel.
 const LAYER_WORDS: usize = 15;
-/// Times that a block takes of a layer.
+/// Copies of weights that a block may have on their way at a time: of 1 to 8, 2 was the fastest (docs/lab/cuda.md).
 const AHEAD: u64 = 2;
 
 /// What the kernel needs besides the buffers of [`Device`].
@@ -36,18 +36,16 @@ pub struct Token {
 /// Whether the kernel is written for a model's shapes and a compute capability.
 pub fn fits(c: &Config, capability: u32) -> bool {
     let (g, a, m) = (&c.gdn, &c.attention, &c.moe);
-    let slots = m.experts_per_token + 1;
-    // Every block owns rows of x; 128 blocks is what a device has room for at best.
-    let blocks = (c.hidden_size / TILE_ROWS / 8 * 8).min(128);
     capability >= 90
-        && blocks > 0
-        && c.hidden_size / TILE_ROWS <= MOST_OWN as usize * blocks
+        // Smaller ones were never tried.
+        && c.hidden_size / TILE_ROWS >= 8
         && g.value_dim.is_multiple_of(64)
         && g.key_dim.is_multiple_of(32)
         && g.key_dim <= 128
         && a.query_width().is_multiple_of(TILE_COLS)
-        && slots <= 16
-        && m.experts_per_token * m.expert_width / 8 + m.shared_width / 8 <= 7 * blocks
+        // A page takes whole slots.
+        && a.head_dim.is_power_of_two()
+        && m.experts_per_token < 16
         && m.expert_width.max(m.shared_width) / TILE_COLS * 576 <= SLOT
 }
 
@@ -61,12 +59,20 @@ impl Token {
         // Blocks wait for each other: all must run at once, and each must own rows of x.
         let rows = (d.config.hidden_size / TILE_ROWS) as u32;
         let blocks = d.context.multiprocessors.min(rows);
+        // Gate and up of a block are one round: as many units as there is room for the sums of.
+        let m = &d.config.moe;
+        let units = |rows: usize| (rows / 8).div_ceil(blocks.max(1) as usize);
+        let fits_round = units(m.experts_per_token * m.expert_width) + units(m.shared_width)
+            <= (m.experts_per_token + 1).max(8);
         let table: Vec<u8> = layers(d).iter().flatten().flat_map(|word| word.to_le_bytes()).collect();
         let [shared, packets] = match d.context.is_stand_in() {
             false => d.kernels.numbers("token_sizes")?,
             true => [0; 2],
         };
-        if rows > MOST_OWN * blocks || shared as usize + table.len() > d.context.shared_memory as usize {
+        if rows > MOST_OWN * blocks
+            || !fits_round
+            || shared as usize + table.len() > d.context.shared_memory as usize
+        {
             return Ok(None);
         }
         let packets = d.context.allocate(8 * packets as usize, "packets between blocks")?;

@@ -129,7 +129,6 @@ struct Shared {
 };
 // For the host: bytes of shared memory, and number of packets.
 extern "C" __device__ u32 token_sizes[2] = {sizeof(Shared), AT_STATS + HEADS * SPLITS * 2};
-static_assert(sizeof(Shared) <= 227 * 1024, "more shared memory than there is");
 
 // --- synchronisation ---
 
