@@ -1,5 +1,7 @@
 //! The CUDA driver: one context and one stream, memory, launches, graphs. The library is loaded at run time.
 
+mod event;
+
 use std::ffi::{CStr, CString, c_void};
 use std::ptr;
 use std::sync::Arc;
@@ -7,6 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use cudarc::driver::sys::{self, CUdevice_attribute_enum as Attribute, CUdeviceptr, CUresult};
 
+pub use self::event::Event;
 pub use crate::args::{Args, Traffic};
 
 /// A call into the driver failed.
@@ -569,52 +572,5 @@ impl Drop for Graph {
     fn drop(&mut self) {
         // SAFETY: instantiated by `capture`, destroyed once.
         unsafe { sys::cuGraphExecDestroy(self.exec) };
-    }
-}
-
-/// A point in the stream.
-pub struct Event {
-    event: sys::CUevent,
-    context: Arc<Context>,
-}
-
-// SAFETY: as for modules.
-unsafe impl Send for Event {}
-
-impl Event {
-    /// An event that keeps time.
-    pub fn new(context: &Arc<Context>) -> Result<Self, DriverError> {
-        context.handles()?;
-        let mut event = ptr::null_mut();
-        // SAFETY: the out-pointer is valid.
-        check("cuEventCreate", unsafe { sys::cuEventCreate(&mut event, 0) })?;
-        Ok(Self { event, context: context.clone() })
-    }
-
-    /// Marks the end of what was enqueued so far.
-    pub fn record(&self) -> Result<(), DriverError> {
-        // SAFETY: event and stream are valid.
-        check("cuEventRecord", unsafe { sys::cuEventRecord(self.event, self.context.handles()?.stream) })
-    }
-
-    /// Waits until the device has come there.
-    pub fn wait(&self) -> Result<(), DriverError> {
-        // SAFETY: the event is valid.
-        check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(self.event) })
-    }
-
-    /// Milliseconds from `earlier` to here; both must be over.
-    pub fn since(&self, earlier: &Self) -> Result<f32, DriverError> {
-        let mut ms = 0.0;
-        // SAFETY: the out-pointer and both events are valid.
-        check("cuEventElapsedTime", unsafe { sys::cuEventElapsedTime(&mut ms, earlier.event, self.event) })?;
-        Ok(ms)
-    }
-}
-
-impl Drop for Event {
-    fn drop(&mut self) {
-        // SAFETY: created by `new`, destroyed once.
-        unsafe { sys::cuEventDestroy_v2(self.event) };
     }
 }
