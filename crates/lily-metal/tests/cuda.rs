@@ -186,27 +186,27 @@ impl Device {
     fn time(&self, launches: &[&Launch]) -> f64 {
         // Before the recording, in which no code can be loaded.
         let functions: Vec<Function> = launches.iter().map(|l| self.kernels.function(l.kernel)).collect();
+        let context = context();
         let enqueue_all = || {
             launches.iter().zip(&functions).try_for_each(|(l, function)| {
                 let addresses: Vec<u64> =
                     l.bindings.iter().map(|b| self.buffers[b.buffer].address()).collect();
-                enqueue(*function, l.grid, l.threads, &l.threadgroup_memory, &addresses)
+                enqueue(context, *function, l.grid, l.threads, &l.threadgroup_memory, &addresses)
             })
         };
-        let graph = context().capture(enqueue_all).unwrap();
-        median_us(context(), || graph.launch()).unwrap()
+        let graph = context.capture(enqueue_all).unwrap();
+        median_us(context, || graph.launch()).unwrap()
     }
 }
 
 /// Microseconds of a launch that does nothing, among others.
 fn idle_us() -> f64 {
     let kernels = Gpu::compile(IDLE, &signatures(IDLE).unwrap());
-    let out = context().allocate(16, "nothing").unwrap();
-    let function = kernels.function("idle");
-    let graph = context()
-        .capture(|| (0..40).try_for_each(|_| enqueue(function, [128, 1, 1], 128, &[], &[out.address()])))
-        .unwrap();
-    median_us(context(), || graph.launch()).unwrap() / 40.0
+    let (context, function) = (context(), kernels.function("idle"));
+    let out = context.allocate(16, "nothing").unwrap();
+    let launch = || enqueue(context, function, [128, 1, 1], 128, &[], &[out.address()]);
+    let graph = context.capture(|| (0..40).try_for_each(|_| launch())).unwrap();
+    median_us(context, || graph.launch()).unwrap() / 40.0
 }
 
 /// Bytes a second of a kernel whose launches of all layers run one behind the other: their weights don't fit into the L2 cache

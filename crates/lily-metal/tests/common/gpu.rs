@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
 use lily_cuda::compile::{Compiler, cubin};
-use lily_cuda::driver::{Args, Buffer, Context, Function, Module, Shape};
+use lily_cuda::driver::{Args, Buffer, Context, DriverError, Function, Module, Shape};
 use lily_cuda::kernels::architecture;
 
 use super::signature::{Parameter, Signature};
@@ -31,7 +31,7 @@ pub fn options(arch: &str) -> Vec<String> {
     [architecture].into_iter().chain(fixed.map(str::to_owned)).collect()
 }
 
-/// The first device.
+/// The first device, for the calling thread.
 pub fn context() -> &'static Arc<Context> {
     static CONTEXT: OnceLock<Arc<Context>> = OnceLock::new();
     let context = CONTEXT.get_or_init(|| Context::open(0).unwrap());
@@ -84,14 +84,14 @@ impl Gpu {
         memory: &[usize],
         buffers: &mut [&mut Mirrored],
     ) -> Result<(), String> {
-        let mut run = || -> Result<(), lily_cuda::driver::DriverError> {
-            context().enter()?;
+        let mut run = || -> Result<(), DriverError> {
             for buffer in buffers.iter_mut().filter(|b| b.changed) {
                 buffer.device.write(0, &buffer.host)?;
                 buffer.changed = false;
             }
             let addresses: Vec<u64> = buffers.iter().map(|b| b.device.address()).collect();
-            enqueue(self.function(&signature.name), grid, threads, memory, &addresses)?;
+            let function = self.function(&signature.name);
+            enqueue(context(), function, grid, threads, memory, &addresses)?;
             context().synchronize()?;
             for parameter in &signature.parameters {
                 if let Parameter::Buffer { index, writable: true } = *parameter {
@@ -107,12 +107,13 @@ impl Gpu {
 
 /// Enqueues a launch: buffers by index, then where each part of shared memory begins, as `text.rs` declares the entry.
 pub fn enqueue(
+    context: &Context,
     function: Function,
     grid: [usize; 3],
     threads: usize,
     memory: &[usize],
     addresses: &[u64],
-) -> Result<(), lily_cuda::driver::DriverError> {
+) -> Result<(), DriverError> {
     let mut args = Args::new();
     addresses.iter().for_each(|address| {
         args.u64(*address);
@@ -123,5 +124,5 @@ pub fn enqueue(
         shared += *bytes as u32;
     }
     let shape = Shape { grid: grid.map(|n| n as u32), threads: threads as u32, shared, overlap: false };
-    context().launch(function, shape, &mut args)
+    context.launch(function, shape, &mut args)
 }

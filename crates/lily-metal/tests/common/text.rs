@@ -43,33 +43,29 @@ pub fn whole(source: &str, signatures: &[Signature], way: Way) -> String {
 fn entry(signature: &Signature, way: Way) -> String {
     let Signature { name, threads, parameters } = signature;
     let cuda = way == Way::Cuda;
-    // What a CUDA kernel is launched with: an address for each buffer, and where each threadgroup memory argument begins.
-    let (mut declared, mut passed) = (Vec::new(), Vec::new());
-    for parameter in parameters {
-        match parameter {
-            Parameter::Buffer { index, .. } if cuda => {
-                declared.push(format!("void* b{index}"));
-                passed.push(format!("metal_text::shim::buffer(b{index})"));
-            }
-            Parameter::Threadgroup { index } if cuda => {
-                declared.push(format!("unsigned int t{index}"));
-                passed.push(format!("metal_text::shim::threadgroup_memory(t{index})"));
-            }
-            Parameter::BuiltIn(name) if cuda => passed.push(format!("metal_text::shim::{name}()")),
-            Parameter::Buffer { index, .. } => passed.push(format!("shim::buffer({index})")),
-            Parameter::Threadgroup { index } => passed.push(format!("shim::threadgroup_memory({index})")),
-            Parameter::BuiltIn(name) => passed.push(format!("shim::{name}()")),
-        }
-    }
-    let (declared, passed) = (declared.join(", "), passed.join(", "));
+    let scope = if cuda { "metal_text::" } else { "" };
+    let pass = |parameter: &Parameter| match parameter {
+        Parameter::Buffer { index, .. } if cuda => format!("{scope}shim::buffer(b{index})"),
+        Parameter::Threadgroup { index } if cuda => format!("{scope}shim::threadgroup_memory(t{index})"),
+        Parameter::Buffer { index, .. } => format!("shim::buffer({index})"),
+        Parameter::Threadgroup { index } => format!("shim::threadgroup_memory({index})"),
+        Parameter::BuiltIn(name) => format!("{scope}shim::{name}()"),
+    };
+    let call = format!("{scope}{name}({});", parameters.iter().map(pass).collect::<Vec<_>>().join(", "));
     match way {
         Way::Cpu => format!(
-            "void entry_{name}() {{ {name}({passed}); }}\nshim::Kernel kernel_{name}(\"{name}\", entry_{name});\n"
+            "void entry_{name}() {{ {call} }}\nshim::Kernel kernel_{name}(\"{name}\", entry_{name});\n"
         ),
-        Way::Check => format!("void entry_{name}() {{ {name}({passed}); }}\n"),
-        Way::Cuda => format!(
-            "extern \"C\" __global__ void __launch_bounds__({threads}) {name}({declared}) {{ metal_text::{name}({passed}); }}\n"
-        ),
+        Way::Check => format!("void entry_{name}() {{ {call} }}\n"),
+        Way::Cuda => {
+            // An address for each buffer, then where each threadgroup memory argument begins: see `gpu::enqueue`.
+            let buffers = (0..signature.buffers()).map(|index| format!("void* b{index}"));
+            let memory = (0..signature.threadgroup_memory()).map(|index| format!("unsigned int t{index}"));
+            let declared = buffers.chain(memory).collect::<Vec<_>>().join(", ");
+            format!(
+                "extern \"C\" __global__ void __launch_bounds__({threads}) {name}({declared}) {{ {call} }}\n"
+            )
+        }
     }
 }
 
