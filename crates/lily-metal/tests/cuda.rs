@@ -125,6 +125,9 @@ struct Device {
     buffers: Vec<Buffer>,
 }
 
+/// Bytes a second that an H200 reads and writes when it copies.
+const COPY: f64 = 4.3e12;
+
 /// Bytes of random data that buffers are filled with again and again.
 const BLOCK: usize = 16 << 20;
 
@@ -197,6 +200,48 @@ impl Device {
         let graph = context.capture(enqueue_all).unwrap();
         median_us(context, || graph.launch()).unwrap()
     }
+
+    fn start(&self, position: u32) {
+        self.put(&Contents::Token, 1);
+        self.put(&Contents::Position, position);
+    }
+
+    /// A line about a whole step; what one leaves is there for the launches that are timed alone.
+    fn step_cost(&self, position: u32) -> String {
+        self.start(position);
+        let all: Vec<&Launch> = self.plan.launches.iter().collect();
+        let us = self.time(&all);
+        assert_eq!(self.word(&Contents::Broken), 0, "a logit is not finite");
+        let bytes = self.plan.bytes() + self.plan.bytes_per_position() * u64::from(position);
+        let rate = bytes as f64 / us * 1e6;
+        format!(
+            "position {position}: a step of {} launches takes {us:.0} us, {:.0} tok/s, {:.0} GB/s, {:.0} % of 4.3 TB/s",
+            all.len(),
+            1e6 / us,
+            rate / 1e9,
+            100.0 * rate / COPY
+        )
+    }
+
+    /// A line about all launches of a kernel.
+    fn kernel_cost(&self, kernel: &str, position: u32, idle_us: f64) -> String {
+        self.start(position);
+        let launches: Vec<&Launch> = self.plan.launches.iter().filter(|l| l.kernel == kernel).collect();
+        let bytes = |l: &&Launch| (l.bytes() + l.bytes_per_position() * u64::from(position)) as f64;
+        let all: f64 = launches.iter().map(bytes).sum();
+        let n = launches.len() as f64;
+        let us = self.time(&launches) / n;
+        let (registers, local) = self.kernels.function(kernel).resources().unwrap();
+        let share = |us: f64| 100.0 * all / n / us * 1e6 / COPY;
+        format!(
+            "| {kernel} | {n} | {registers} | {local} | {:.2} | {:.0} | {us:.2} | {:.0} | {:.0} | {:.0} |",
+            all / n / 1e6,
+            all / 1e6,
+            all / n / us / 1e3,
+            share(us),
+            share((us - idle_us).max(0.1))
+        )
+    }
 }
 
 /// Microseconds of a launch that does nothing, among others.
@@ -209,65 +254,34 @@ fn idle_us() -> f64 {
     median_us(context, || graph.launch()).unwrap() / 40.0
 }
 
-/// Bytes a second of a kernel whose launches of all layers run one behind the other: their weights don't fit into the L2 cache
-/// together. In the last column a launch that does nothing is taken off.
+/// Bytes a second of each kernel, its launches of all layers one behind the other. Those that move less than the 50 MB of the L2
+/// cache together find them there; the others come from memory. In the last column a launch that does nothing is taken off.
 #[test]
 #[ignore = "a measurement on a GPU with 24 GB"]
 fn cost_of_the_real_models_kernels() {
-    const COPY: f64 = 4.3e12;
     if !on_a_gpu() {
         return;
     }
-    let (context, positions) = (context(), [4_095, 65_535]);
+    let context = context();
     let device = Device::new(context, &real(), 65_536 + 1024);
-    let idle = idle_us();
-    let copied = copy_bandwidth(context).unwrap();
+    let (idle, copied) = (idle_us(), copy_bandwidth(context).unwrap() / 1e12);
+    println!("{}; copies at {copied:.2} TB/s; a launch that does nothing: {idle:.2} us", context.name);
     println!(
-        "{}; copies at {:.2} TB/s; a launch that does nothing: {idle:.2} us",
-        context.name,
-        copied / 1e12
+        "| kernel | launches | registers | local | MB each | all | us each | GB/s | % of 4.3 TB/s | less the start |"
     );
-    for position in positions {
-        device.put(&Contents::Token, 1);
-        device.put(&Contents::Position, position);
-        let all: Vec<&Launch> = device.plan.launches.iter().collect();
-        let step = device.time(&all);
-        assert_eq!(device.word(&Contents::Broken), 0, "a logit is not finite");
-        device.put(&Contents::Position, position);
-        let bytes = device.plan.bytes() + device.plan.bytes_per_position() * u64::from(position);
-        let rate = bytes as f64 / step * 1e6;
-        println!(
-            "position {position}: a step of {} launches takes {step:.0} us, {:.0} tok/s, {:.0} GB/s, {:.0} % of 4.3 TB/s",
-            all.len(),
-            1e6 / step,
-            rate / 1e9,
-            100.0 * rate / COPY
-        );
-        println!(
-            "| kernel | launches | registers | local bytes | MB | us | GB/s | % of 4.3 TB/s | behind the start |"
-        );
-        println!("|---|--:|--:|--:|--:|--:|--:|--:|--:|");
-        let mut names: Vec<&str> = Vec::new();
-        for launch in &device.plan.launches {
-            let again = names.contains(&launch.kernel);
-            if again || (position != positions[0] && launch.bytes_per_position() == 0) {
-                continue;
-            }
-            names.push(launch.kernel);
-            let mine: Vec<&Launch> = all.iter().copied().filter(|l| l.kernel == launch.kernel).collect();
-            let us = device.time(&mine) / mine.len() as f64;
-            let bytes = (launch.bytes() + launch.bytes_per_position() * u64::from(position)) as f64;
-            let (registers, local) = device.kernels.function(launch.kernel).resources().unwrap();
-            let share = |us: f64| 100.0 * bytes / us * 1e6 / COPY;
-            println!(
-                "| {} | {} | {registers} | {local} | {:.2} | {us:.2} | {:.0} | {:.0} | {:.0} |",
-                launch.kernel,
-                mine.len(),
-                bytes / 1e6,
-                bytes / us / 1e3,
-                share(us),
-                share((us - idle).max(0.1))
-            );
+    println!("|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|");
+    let mut names: Vec<&str> = device.plan.launches.iter().map(|l| l.kernel).collect();
+    names.sort_unstable();
+    names.dedup();
+    let steps = [4_095, 65_535].map(|position| {
+        let step = device.step_cost(position);
+        let moves = |name: &&str| {
+            device.plan.launches.iter().any(|l| l.kernel == *name && l.bytes_per_position() > 0)
+        };
+        for name in names.iter().filter(|name| position == 4_095 || moves(name)) {
+            println!("{}", device.kernel_cost(name, position, idle));
         }
-    }
+        step
+    });
+    println!("{}", steps.join("\n"));
 }

@@ -67,7 +67,7 @@ impl Gpu {
     }
 
     pub fn function(&self, kernel: &str) -> Function {
-        self.module.function(kernel, 0).unwrap()
+        self.module.function(&format!("entry_{kernel}"), 0).unwrap()
     }
 
     pub fn allocate(&self, bytes: usize) -> Mirrored {

@@ -63,7 +63,7 @@ fn entry(signature: &Signature, way: Way) -> String {
             let memory = (0..signature.threadgroup_memory()).map(|index| format!("unsigned int t{index}"));
             let declared = buffers.chain(memory).collect::<Vec<_>>().join(", ");
             format!(
-                "extern \"C\" __global__ void __launch_bounds__({threads}) {name}({declared}) {{ {call} }}\n"
+                "extern \"C\" __global__ void __launch_bounds__({threads}) entry_{name}({declared}) {{ {call} }}\n"
             )
         }
     }
