@@ -1,5 +1,6 @@
 // The mixture of experts: `router`, `gate_up`, `down`. The shared expert is the last slot.
 
+constant constexpr uint SLOTS = TOP_K + 1;
 /// Values between gate/up and down, of one slot.
 constant constexpr uint MIDDLE = EXPERT_WIDTH > SHARED_WIDTH ? EXPERT_WIDTH : SHARED_WIDTH;
 /// Logits of a lane.

@@ -17,7 +17,7 @@ use lily_model::config::Config;
 use lily_model::presets::CONFIG_35B_A3B;
 
 /// Metal 3 is C++14. Narrowing and changes of sign must be written out, and nothing may be computed in f64.
-const FLAGS: [&str; 12] = [
+const FLAGS: [&str; 13] = [
     "-x",
     "c++",
     "-std=c++14",
@@ -26,6 +26,7 @@ const FLAGS: [&str; 12] = [
     "-DSHIM_CHECK",
     "-Wall",
     "-Wextra",
+    "-Wno-unused-const-variable",
     "-Wconversion",
     "-Wdouble-promotion",
     "-pedantic-errors",
