@@ -40,7 +40,7 @@ fn values(n: usize, width: usize, spread: f32, seed: u64) -> Vec<f32> {
 /// A row as the cache has it: its chunks of eight values turned by the position, as `turned` of `kernels/attention.cu` says.
 fn turned(position: usize, row: &[f32]) -> impl Iterator<Item = u8> {
     (0..row.len())
-        .map(move |d| row[(d / 8 ^ position % 8) * 8 + d % 8])
+        .map(move |d| row[((d / 8) ^ (position % 8)) * 8 + d % 8])
         .flat_map(|x| half::bf16::from_f32(x).to_le_bytes())
 }
 
