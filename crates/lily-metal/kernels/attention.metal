@@ -1,6 +1,7 @@
 // A gated attention mixer: `project_attention`, `attend`, `combine`, `out_attention`.
 //
-// The cache of a layer is `[position, K/V head, HEAD_DIM]` for keys, normed and rotated, and the same for values, of type KV.
+// The cache of a layer is `[page, PAGE, K/V head, HEAD_DIM]` for keys, normed and rotated, and the same for values, of type KV.
+// `pages` has the number of the page of every PAGE positions of a sequence.
 
 constant constexpr uint QUERY_WIDTH = HEADS * HEAD_DIM;
 constant constexpr uint KV_WIDTH = KV_HEADS * HEAD_DIM;
@@ -58,6 +59,11 @@ kernel void project_attention(
     }
 }
 
+/// Row of the cache that a position has.
+inline ulong cache_row(const device uint* pages, uint position) {
+    return ulong(pages[position / PAGE]) * PAGE + position % PAGE;
+}
+
 /// Positions of a part, when `count` positions are attended to: at least 64.
 inline uint part_length(uint count) {
     return max((count + PARTS - 1) / PARTS, 64u);
@@ -91,6 +97,7 @@ kernel void attend(
     device KV* values [[buffer(6)]],
     device float* parts [[buffer(7)]],
     device float* weights [[buffer(8)]],
+    const device uint* pages [[buffer(9)]],
     threadgroup float* heads [[threadgroup(0)]],
     threadgroup float* turn [[threadgroup(1)]],
     threadgroup float* merged [[threadgroup(2)]],
@@ -148,7 +155,7 @@ kernel void attend(
         }
     }
     for (uint t = first + stream; t < end; t += STREAMS) {
-        const ulong at = (ulong(t) * KV_HEADS + kv_head) * HEAD_DIM + lane * DIMS;
+        const ulong at = (cache_row(pages, t) * KV_HEADS + kv_head) * HEAD_DIM + lane * DIMS;
         KV key[DIMS];
         KV value[DIMS];
         for (uint i = 0; i < DIMS; ++i) {

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use lily_model::config::{Affine, Config};
 use lily_model::manifest::Module;
 
-use crate::plan::{Access, Binding, Buffer, Contents, KvType, LANES, Launch, PARTS, Plan, State};
+use crate::plan::{Access, Binding, Buffer, Contents, KvType, LANES, Launch, PAGE, PARTS, Plan, State};
 
 /// Rows that a SIMD-group multiplies: `ROWS` of `common.metal`.
 const ROWS: usize = 4;
@@ -196,6 +196,7 @@ impl<'a> Builder<'a> {
             .cache(layer, State::Values)
             .scratch("parts", a.heads * PARTS * d, Access::Write)
             .scratch("weights", a.heads * PARTS * 2, Access::Write)
+            .pages()
             .list;
         let memory = [
             (a.heads / a.kv_heads + 1) * d,
@@ -332,8 +333,8 @@ impl Bindings<'_, '_> {
     /// Keys or values of a layer: one position is written, the earlier ones are read.
     fn cache(mut self, layer: usize, state: State) -> Self {
         let position = self.builder.config.attention.kv_width() * self.builder.kv.size();
-        let capacity = self.builder.capacity;
-        let buffer = self.builder.buffer(Contents::State(layer, state), capacity * position);
+        let positions = self.builder.capacity.next_multiple_of(PAGE);
+        let buffer = self.builder.buffer(Contents::State(layer, state), positions * position);
         let position = position as u64;
         self.list.push(Binding {
             buffer,
@@ -342,6 +343,12 @@ impl Bindings<'_, '_> {
             bytes_per_position: position,
         });
         self
+    }
+
+    /// The table of the sequence's pages.
+    fn pages(self) -> Self {
+        let pages = self.builder.capacity.div_ceil(PAGE);
+        self.small(Contents::Pages, pages * 4, Access::Read)
     }
 
     /// Values of a module. A name that isn't one gives none, which the tests of the plan's sizes find.

@@ -11,6 +11,9 @@ use crate::launches::Builder;
 /// Parts that the positions of a sequence are divided into for attention, at most; each is 64 positions or more.
 pub const PARTS: usize = 32;
 
+/// Positions of a page of the K/V cache.
+pub const PAGE: usize = 64;
+
 /// Threads of a SIMD-group, on every Apple GPU.
 pub const LANES: usize = 32;
 
@@ -62,6 +65,8 @@ pub enum Contents {
     Token,
     /// How many tokens of the sequence came before, u32; the step adds one.
     Position,
+    /// The pages of the sequence, in order: u32 `[capacity / PAGE]`, rounded up. All layers use the same.
+    Pages,
     /// u32: 1 if a logit of the step is not finite, else 0.
     Broken,
     /// f32, `[vocab]`.
@@ -79,9 +84,9 @@ pub enum State {
     Conv,
     /// Gated DeltaNet: f32 `[value_heads, key_dim, value_dim]`.
     Recurrent,
-    /// Attention: normed and rotated keys, `[capacity, kv_heads, head_dim]`.
+    /// Attention: normed and rotated keys, `[pages, PAGE, kv_heads, head_dim]`; the plan counts the pages of one sequence.
     Keys,
-    /// Attention: values, `[capacity, kv_heads, head_dim]`.
+    /// Attention: values, as the keys.
     Values,
 }
 

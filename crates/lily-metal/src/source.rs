@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use lily_model::config::Config;
 
-use crate::plan::{KvType, PARTS};
+use crate::plan::{KvType, PAGE, PARTS};
 
 /// The files of `kernels/`, in the order in which they make one library.
 const FILES: [&str; 6] = [
@@ -33,6 +33,7 @@ pub fn source(config: &Config, kv: KvType) -> String {
         ("HEAD_DIM", a.head_dim),
         ("ROTARY_DIM", a.rotary_dim),
         ("PARTS", PARTS),
+        ("PAGE", PAGE),
         ("EXPERTS", m.experts),
         ("TOP_K", m.experts_per_token),
         ("EXPERT_WIDTH", m.expert_width),

@@ -22,6 +22,7 @@ impl Machine {
         if let Some(at) = machine.plan.buffer(&Contents::Turns) {
             machine.memory[at].bytes_mut().copy_from_slice(&bytes);
         }
+        machine.at(&Contents::Pages).put(0..);
         machine
     }
 
