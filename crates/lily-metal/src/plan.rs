@@ -5,14 +5,12 @@
 
 use lily_model::config::{Affine, Config, LayerKind};
 use lily_model::manifest::{Module, ModuleKind, modules};
+pub use lily_model::pool::PAGE;
 
 use crate::launches::Builder;
 
 /// Parts that the positions of a sequence are divided into for attention, at most; each is 64 positions or more.
 pub const PARTS: usize = 32;
-
-/// Positions of a page of the K/V cache.
-pub const PAGE: usize = 64;
 
 /// Threads of a SIMD-group, on every Apple GPU.
 pub const LANES: usize = 32;
@@ -75,6 +73,26 @@ pub enum Contents {
     State(usize, State),
     /// Values on the way from one launch to another; all layers use the same.
     Scratch(&'static str),
+}
+
+impl Contents {
+    /// Whether these are values of the model.
+    pub fn is_weight(&self) -> bool {
+        matches!(self, Self::Codes(_) | Self::Scales(_) | Self::Biases(_) | Self::Vector(_))
+    }
+
+    /// Name for people.
+    pub fn name(&self) -> String {
+        match self {
+            Self::Codes(module) => format!("codes of {module}"),
+            Self::Scales(module) => format!("scales of {module}"),
+            Self::Biases(module) => format!("biases of {module}"),
+            Self::Vector(module) => module.clone(),
+            Self::Scratch(name) => (*name).to_owned(),
+            Self::State(layer, state) => format!("{state:?} of layer {layer}"),
+            other => format!("{other:?}"),
+        }
+    }
 }
 
 /// State of a layer of one sequence.
@@ -188,6 +206,15 @@ impl Plan {
     /// What each position adds to that.
     pub fn bytes_per_position(&self) -> u64 {
         self.launches.iter().map(Launch::bytes_per_position).sum()
+    }
+
+    /// Bytes of recurrent and convolution state that a step moves.
+    pub fn state_bytes(&self) -> u64 {
+        let of_state = |b: &&Binding| {
+            let contents = &self.buffers[b.buffer].contents;
+            matches!(contents, Contents::State(_, State::Conv | State::Recurrent))
+        };
+        self.launches.iter().flat_map(|l| &l.bindings).filter(of_state).map(|b| b.bytes).sum()
     }
 
     /// Index of the buffer with these contents.

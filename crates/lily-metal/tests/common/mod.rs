@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 #![allow(dead_code, reason = "each test file uses its own part")]
 
+pub mod device;
 pub mod machine;
 pub mod model;
 pub mod signature;
@@ -161,8 +162,21 @@ impl Kernels {
         buffers: &mut [&mut Memory],
         order: Order,
     ) -> Result<(), String> {
-        let name = CString::new(kernel).unwrap();
         let buffers: Vec<*mut c_void> = buffers.iter().map(|b| b.address.cast()).collect();
+        self.launch_at(kernel, grid, threads, memory, &buffers, order)
+    }
+
+    /// As [`Self::launch`], with buffers bound somewhere inside of memory.
+    pub fn launch_at(
+        &self,
+        kernel: &str,
+        grid: [usize; 3],
+        threads: usize,
+        memory: &[usize],
+        buffers: &[*mut c_void],
+        order: Order,
+    ) -> Result<(), String> {
+        let name = CString::new(kernel).unwrap();
         let memory: Vec<u32> = memory.iter().map(|&n| n as u32).collect();
         let request = Request {
             kernel: name.as_ptr(),
