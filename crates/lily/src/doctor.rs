@@ -4,11 +4,11 @@ use std::env::consts::{ARCH, OS};
 use std::io::{self, Write};
 use std::thread::available_parallelism;
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 use lily_cpu::Isa;
 use lily_cuda::driver::{Context, DriverError};
 
-use crate::args::{Doctor, Global, UsageError};
+use crate::args::{Doctor, Global};
 
 /// Runs the command.
 pub fn doctor(args: &Doctor, global: &Global) -> Result<()> {
@@ -44,6 +44,7 @@ fn write_cuda(out: &mut impl Write) -> io::Result<()> {
 
 #[cfg(target_vendor = "apple")]
 mod metal {
+    use anyhow::bail;
     use lily_metal::device::Device;
     use lily_metal::{KvType, selftest};
     use lily_model::load::load_weights;
@@ -82,7 +83,10 @@ mod metal {
 
 #[cfg(not(target_vendor = "apple"))]
 mod metal {
+    use anyhow::bail;
+
     use super::*;
+    use crate::args::UsageError;
 
     pub fn write(out: &mut impl Write) -> io::Result<()> {
         writeln!(out, "metal: only on Macs")
