@@ -19,7 +19,7 @@ fn kernels() -> &'static Kernels {
 fn launch(kernel: &str, out: &mut Memory, order: Order) -> Result<(), String> {
     let signature = kernels().signatures.iter().find(|s| s.name == kernel).unwrap();
     let memory = vec![256; signature.threadgroup_memory()];
-    kernels().launch(kernel, [1, 1, 1], 64, &memory, &mut [out], order)
+    kernels().launch(kernel, [1, 1, 1], 64, &memory, &mut [(out, 0)], order)
 }
 
 /// What a kernel leaves in each order.
@@ -82,7 +82,9 @@ fn accesses_outside_of_memory_are_found() {
 fn what_no_device_could_launch_is_refused() {
     let mut out = kernels().allocate(256, Guard::End);
     let mut run = |kernel: &str, threads, memory: &[usize]| {
-        kernels().launch(kernel, [1, 1, 1], threads, memory, &mut [&mut out], Order::Forward).unwrap_err()
+        kernels()
+            .launch(kernel, [1, 1, 1], threads, memory, &mut [(&mut out, 0)], Order::Forward)
+            .unwrap_err()
     };
     assert!(run("right", 63, &[256]).contains("a multiple of 32"));
     assert!(run("right", 64, &[32 * 1024, 16]).contains("more than 32768"));

@@ -202,7 +202,7 @@ fn metal_state(plan: &Plan, context: u32, weights: &Weights) -> State {
     let (held, cache) = (bytes(&fixed), bytes(&|b| of(b).is_some() && !fixed(b)));
     let bindings = plan.launches.iter().flat_map(|l| &l.bindings);
     let moved = bindings.filter(|b| fixed(b.buffer)).map(|b| b.bytes).sum();
-    state("metal: bf16 K/V", held, moved, cache / u64::from(context), held + cache, context, weights)
+    state("metal: bf16 K/V", held, moved, plan.bytes_per_position(), held + cache, context, weights)
 }
 
 /// The decode step on an Apple GPU, as planned.
