@@ -90,7 +90,8 @@ pub enum Contents {
     Numbers(Vec<u32>),
     /// State of a layer of a segment's sequence. All zeros at the start of a sequence.
     State(usize, State),
-    /// Values on the way from one launch to another; all layers use the same.
+    /// Values on the way from one launch to another; all layers use the same. Nothing is kept in it from step to step, so plans may
+    /// share one, as long as the longest of theirs.
     Scratch(&'static str),
 }
 

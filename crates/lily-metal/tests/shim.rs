@@ -56,6 +56,25 @@ fn a_missing_barrier_shows() {
 }
 
 #[test]
+fn a_simdgroup_that_runs_ahead_shows() {
+    let expected: Vec<u32> = vec![(3 * 32 * 32) as f32; 64].into_iter().map(f32::to_bits).collect();
+    assert!(results("runs_ahead").iter().any(|r| *r != expected));
+}
+
+#[test]
+fn matrices_are_multiplied() {
+    let a: Vec<f32> = (0..64).map(|i| (i * i % 23) as f32 - 9.0).collect();
+    let dot = |r: usize, c: usize| (0..8).map(|k| a[8 * r + k] * a[8 * c + k]).sum::<f32>();
+    let expected: Vec<f32> = (0..64).map(|i| dot(i / 8, i % 8) + 1.0).collect();
+    for order in ORDERS {
+        let mut out = kernels().allocate(256, Guard::End);
+        out.put_floats(&a);
+        launch("product", &mut out, order).unwrap();
+        assert_eq!(out.floats(), expected);
+    }
+}
+
+#[test]
 fn threadgroup_memory_is_nan_until_it_is_written() {
     for result in results("not_written") {
         let nan: Vec<usize> = (0..64).filter(|&i| f32::from_bits(result[i]).is_nan()).collect();
@@ -67,6 +86,7 @@ fn threadgroup_memory_is_nan_until_it_is_written() {
 fn threads_that_miss_a_barrier_are_found() {
     refused("missed_barrier", Guard::End, "wait for others that don't come");
     refused("missed_sum", Guard::End, "wait for others that don't come");
+    refused("missed_product", Guard::End, "wait for others that don't come");
     refused("mixed_functions", Guard::End, "different functions");
 }
 
