@@ -18,11 +18,12 @@ use lily_model::weights::Weights;
 
 use crate::device::{Device, DeviceError, Place, Submission};
 use crate::load::{self, Flight, IN_FLIGHT, Loaded, MAX_SEGMENTS};
-use crate::program::Run;
-use crate::{LoadError, Options, export};
+use crate::program::{Bound, Run};
+use crate::steps::Shape;
+use crate::{LoadError, Options, export, plan};
 
-/// Tokens of a submission: few enough that the system never takes it for stuck.
-const RUNS: usize = 16;
+/// Rows of logits that a step keeps at once.
+const LOGIT_ROWS: usize = MAX_SEGMENTS;
 
 /// The token that a sequence sampled last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -61,6 +62,17 @@ struct Pending {
     submissions: Vec<Submission>,
     /// Once it was waited for.
     outputs: Option<StepOutput>,
+}
+
+/// Tokens of a segment that are run together.
+struct Part {
+    /// Which, of the batch.
+    segment: usize,
+    /// The first of its rows among those of the step.
+    row: usize,
+    position: u32,
+    count: usize,
+    want: plan::Want,
 }
 
 /// A segment of a pending step.
@@ -231,21 +243,21 @@ impl<D: Device> MetalBackend<D> {
         if let Some(&last) = submissions.last() {
             self.device.retire(last);
         }
-        asked.into_iter().map(|asked| self.output(asked, &flight, &outcome)).collect()
+        asked.into_iter().enumerate().map(|(i, asked)| self.output(i, asked, &flight, &outcome)).collect()
     }
 
     /// The result of a segment, of which its sequence learns too.
     fn output(
         &mut self,
+        segment: usize,
         mut asked: Asked,
         flight: &Flight,
         outcome: &Result<(), DeviceError>,
     ) -> Result<Output, SegmentError> {
         outcome.clone().map_err(|e| SegmentError::Device(e.to_string()))?;
         self.check_finite(&asked, flight)?;
-        let last_row = asked.logit_rows.end.saturating_sub(1);
-        let host_draws = matches!(&asked.want, Want::Sample(params) if !is_plain(params));
-        if matches!(asked.want, Want::Logits(_)) || host_draws {
+        let needs_logits = needs_logits(&asked.want);
+        if needs_logits {
             self.read_logits(&mut asked, flight);
         }
         let vocab = self.config.vocab_size;
@@ -261,16 +273,16 @@ impl<D: Device> MetalBackend<D> {
             Want::Logits(_) => return Ok(Output::Logits(asked.logits)),
             Want::Sample(params) => params,
         };
-        let sampled = if host_draws {
+        let sampled = if needs_logits {
             let history = self.sequences.get(&asked.seq).map_or(&[][..], |s| &s.tokens);
             sample(&mut asked.logits, history, &params)
         } else {
-            if self.word(flight.broken(last_row)) != 0 {
+            if self.word(flight.broken(segment)) != 0 {
                 return Err(SegmentError::NonFinite { position: asked.start + asked.rows.len() as u32 - 1 });
             }
-            Sampled { token: self.word(flight.next(last_row)), logprobs: None }
+            Sampled { token: self.word(flight.next(segment)), logprobs: None }
         };
-        self.learn(asked.seq, flight.next(last_row), sampled.token);
+        self.learn(asked.seq, flight.next(segment), sampled.token);
         Ok(Output::Sampled(sampled))
     }
 
@@ -315,13 +327,12 @@ impl<D: Device> MetalBackend<D> {
     }
 
     /// Writes what the host knows of a step into its flight: tokens, positions, page tables.
-    fn write_inputs(&mut self, batch: &Batch, flight: &Flight) {
+    fn write_inputs(&mut self, batch: &Batch, pieces: &[Vec<Part>], flight: &Flight) {
         let bytes = |words: &[u32]| words.iter().flat_map(|w| w.to_le_bytes()).collect::<Vec<u8>>();
         let mut row = 0;
         for (i, segment) in batch.segments.iter().enumerate() {
             let Some(sequence) = self.sequences.get(&segment.seq) else { continue };
             let count = segment.tokens.count();
-            let positions: Vec<u32> = (segment.start..).take(count).collect();
             let pages = &sequence.lease.pages[..(sequence.len + count).div_ceil(PAGE)];
             match (&segment.tokens, sequence.last) {
                 (Tokens::Ids(ids), _) => self.device.write(flight.token(row), &bytes(ids)),
@@ -331,9 +342,11 @@ impl<D: Device> MetalBackend<D> {
                 // The device has it.
                 (Tokens::LastSampled, _) => {}
             }
-            self.device.write(flight.position(row), &bytes(&positions));
             self.device.write(flight.table(i), &bytes(pages));
             row += count;
+        }
+        for part in pieces.iter().flatten() {
+            self.device.write(flight.position(part.row), &part.position.to_le_bytes());
         }
     }
 
@@ -341,76 +354,66 @@ impl<D: Device> MetalBackend<D> {
     fn enqueue(
         &mut self,
         batch: &Batch,
+        pieces: Vec<Vec<Part>>,
         flight: &Flight,
-    ) -> Result<(Vec<Asked>, Vec<Submission>), DeviceError> {
-        let (mut asked, mut submissions, mut runs) = (Vec::<Asked>::new(), Vec::new(), Vec::new());
-        let (mut row, mut logit_row) = (0, 0);
-        for (i, segment) in batch.segments.iter().enumerate() {
-            let Some(sequence) = self.sequences.get(&segment.seq) else { continue };
-            let (count, slot) = (segment.tokens.count(), sequence.lease.slot);
-            let given = match (&segment.tokens, sequence.last) {
-                (Tokens::LastSampled, Last::Pending(place)) => Some(place),
-                _ => None,
-            };
-            let rows = row..row + count;
-            let (seq, want, start) = (segment.seq, segment.want.clone(), segment.start);
-            asked.push(Asked {
-                seq,
-                want,
-                start,
-                rows: rows.clone(),
-                logit_rows: logit_row..logit_row,
-                logits: Vec::new(),
-            });
-            for row in rows.clone() {
-                let wanted = is_wanted(&segment.want, row + 1 == rows.end);
-                if wanted && logit_row == MAX_SEGMENTS {
-                    self.submit(&mut runs, &mut submissions)?;
-                    // Whether it went well is asked again when the step is waited for.
-                    submissions.last().map(|&s| self.device.wait(s));
-                    asked
-                        .iter_mut()
-                        .filter(|a| matches!(a.want, Want::Logits(_)))
-                        .for_each(|a| self.read_logits(a, flight));
-                    logit_row = 0;
-                }
-                runs.push(Run {
-                    token: given.unwrap_or(flight.token(row)),
-                    next: flight.next(logit_row),
-                    position: flight.position(row),
-                    pages: flight.table(i),
-                    slot,
-                    x: flight.x(row),
-                    broken: flight.broken(logit_row),
-                    logits: wanted.then(|| flight.logits(logit_row)),
-                });
-                if wanted && let Some(asked) = asked.last_mut() {
-                    let begin = if asked.logit_rows.is_empty() { logit_row } else { asked.logit_rows.start };
-                    logit_row += 1;
-                    asked.logit_rows = begin..logit_row;
-                }
-                if runs.len() == RUNS {
-                    self.submit(&mut runs, &mut submissions)?;
-                }
+    ) -> Result<(Vec<Asked>, Vec<Submission>), BackendError> {
+        let mut asked = asked(batch);
+        let (mut submissions, mut logit_row) = (Vec::new(), 0);
+        let mut pieces: VecDeque<Vec<Part>> = pieces.into();
+        while let Some(piece) = pieces.pop_front() {
+            let shape: Shape = piece.iter().map(|part| (part.count, part.want)).collect();
+            let rows: usize = piece.iter().map(|part| part.want.rows(part.count)).sum();
+            if logit_row + rows > LOGIT_ROWS {
+                // Whether it went well is asked again when the step is waited for.
+                submissions.last().map(|&s| self.device.wait(s));
+                asked.iter_mut().filter(|a| needs_logits(&a.want)).for_each(|a| self.read_logits(a, flight));
+                logit_row = 0;
             }
-            row = rows.end;
+            let run = self.run(batch, &piece, logit_row, flight);
+            let Loaded { steps, state, .. } = &mut self.loaded;
+            let program = steps.program(&self.device, state, &shape);
+            let Some(program) = program.map_err(|e| BackendError::Device(e.to_string()))? else {
+                // Each segment for itself: there is memory for that.
+                let parts = piece.into_iter().map(|part| vec![part]);
+                parts.rev().for_each(|part| pieces.push_front(part));
+                continue;
+            };
+            submissions.push(self.device.submit(&mut |encoder| program.encode(encoder, &run))?);
+            self.last_submission = submissions.last().copied();
+            for part in piece {
+                let (count, rows) = (part.want.rows(part.count), &mut asked[part.segment].logit_rows);
+                let begin = if rows.start == rows.end { logit_row } else { rows.start };
+                *rows = begin..logit_row + count;
+                logit_row += count;
+            }
         }
-        self.submit(&mut runs, &mut submissions)?;
         Ok((asked, submissions))
     }
 
-    fn submit(&mut self, runs: &mut Vec<Run>, submissions: &mut Vec<Submission>) -> Result<(), DeviceError> {
-        if runs.is_empty() {
-            return Ok(());
+    /// Where everything is that a piece of a step touches.
+    fn run(&self, batch: &Batch, piece: &[Part], logit_row: usize, flight: &Flight) -> Run {
+        let bound = |part: &Part| {
+            let segment = &batch.segments[part.segment];
+            let sequence = self.sequences.get(&segment.seq);
+            let tokens = match (&segment.tokens, sequence.map(|s| s.last)) {
+                (Tokens::LastSampled, Some(Last::Pending(place))) => place,
+                _ => flight.token(part.row),
+            };
+            Bound {
+                tokens,
+                next: flight.next(part.segment),
+                position: flight.position(part.row),
+                pages: flight.table(part.segment),
+                broken: flight.broken(part.segment),
+                slot: sequence.map_or(0, |s| s.lease.slot),
+            }
+        };
+        let first = piece.first().map_or(0, |part| part.row);
+        Run {
+            segments: piece.iter().map(bound).collect(),
+            x: flight.x(first),
+            logits: flight.logits(logit_row),
         }
-        let program = &mut self.loaded.program;
-        let submission = self.device.submit(&mut |encoder| {
-            runs.iter().for_each(|run| program.encode(encoder, run));
-        })?;
-        runs.clear();
-        submissions.push(submission);
-        self.last_submission = Some(submission);
-        Ok(())
     }
 
     /// Tells a sequence what a step that was handed over does with it.
@@ -438,12 +441,57 @@ fn is_plain(p: &SampleParams) -> bool {
         && p.logprobs.is_none()
 }
 
-/// Whether logits of a token are wanted.
-fn is_wanted(want: &Want, is_last: bool) -> bool {
+/// Whether the host needs the logits of a segment.
+fn needs_logits(want: &Want) -> bool {
     match want {
         Want::Nothing => false,
-        Want::Logits(Rows::All) => true,
-        Want::Logits(Rows::Last) | Want::Sample(_) => is_last,
+        Want::Logits(_) => true,
+        Want::Sample(params) => !is_plain(params),
+    }
+}
+
+/// As the plan says it.
+fn planned(want: &Want) -> plan::Want {
+    match want {
+        Want::Nothing => plan::Want::Nothing,
+        Want::Logits(Rows::Last) | Want::Sample(_) => plan::Want::Last,
+        Want::Logits(Rows::All) => plan::Want::All,
+    }
+}
+
+/// What the segments of a step want, before it ran.
+fn asked(batch: &Batch) -> Vec<Asked> {
+    let mut row = 0;
+    let asked = |segment: &Segment| {
+        let rows = row..row + segment.tokens.count();
+        row = rows.end;
+        let (seq, want, start) = (segment.seq, segment.want.clone(), segment.start);
+        Asked { seq, want, start, rows, logit_rows: 0..0, logits: Vec::new() }
+    };
+    batch.segments.iter().map(asked).collect()
+}
+
+/// Divides a step: as one piece if all rows of logits can be kept at once, else segment by segment, and those that want too many
+/// of them cut.
+fn pieces(batch: &Batch) -> Vec<Vec<Part>> {
+    let (mut parts, mut row) = (Vec::new(), 0);
+    for (i, segment) in batch.segments.iter().enumerate() {
+        let (count, want) = (segment.tokens.count(), planned(&segment.want));
+        let most = if want == plan::Want::All { LOGIT_ROWS } else { count };
+        for first in (0..count).step_by(most.max(1)) {
+            let part = (count - first).min(most);
+            let position = segment.start + first as u32;
+            parts.push(Part { segment: i, row: row + first, position, count: part, want });
+        }
+        row += count;
+    }
+    let rows: usize = parts.iter().map(|part| part.want.rows(part.count)).sum();
+    if parts.is_empty() {
+        Vec::new()
+    } else if parts.len() == batch.segments.len() && rows <= LOGIT_ROWS {
+        vec![parts]
+    } else {
+        parts.into_iter().map(|part| vec![part]).collect()
     }
 }
 
@@ -574,11 +622,12 @@ impl<D: Device> Backend for MetalBackend<D> {
             }
         }
         let flight = self.loaded.flights[index];
-        self.write_inputs(batch, &flight);
-        let (asked, submissions) = self.enqueue(batch, &flight)?;
-        for (segment, asked) in batch.segments.iter().zip(&asked) {
+        let pieces = pieces(batch);
+        self.write_inputs(batch, &pieces, &flight);
+        let (asked, submissions) = self.enqueue(batch, pieces, &flight)?;
+        for (i, segment) in batch.segments.iter().enumerate() {
             let draws = matches!(segment.want, Want::Sample(_));
-            self.advance(segment, draws.then(|| flight.next(asked.logit_rows.end.saturating_sub(1))));
+            self.advance(segment, draws.then(|| flight.next(i)));
         }
         self.next_flight = (index + 1) % IN_FLIGHT;
         let ticket = self.new_id();

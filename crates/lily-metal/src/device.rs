@@ -55,6 +55,27 @@ pub struct Pipeline {
     pub lanes: usize,
 }
 
+/// Words that a kernel may be given along with its launch.
+pub const MOST_WORDS: usize = 8;
+
+/// What a buffer argument is bound to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Argument {
+    /// Memory.
+    Place(Place),
+    /// So many of these words themselves.
+    Words([u32; MOST_WORDS], usize),
+}
+
+impl Argument {
+    /// Words, if there are not too many.
+    pub fn words(words: &[u32]) -> Option<Self> {
+        let mut all = [0; MOST_WORDS];
+        all.get_mut(..words.len())?.copy_from_slice(words);
+        Some(Self::Words(all, words.len()))
+    }
+}
+
 /// A kernel to run.
 #[derive(Clone, Copy, Debug)]
 pub struct Dispatch<'a> {
@@ -67,7 +88,7 @@ pub struct Dispatch<'a> {
     /// Bytes of each threadgroup memory argument.
     pub threadgroup_memory: &'a [usize],
     /// What its buffer arguments are bound to, by index.
-    pub places: &'a [Place],
+    pub arguments: &'a [Argument],
     /// Whether it waits for everything before it.
     pub barrier: bool,
 }

@@ -15,14 +15,17 @@ pub mod rope;
 pub mod selftest;
 pub mod source;
 pub mod state;
+mod steps;
 pub mod weights;
 
+mod batch;
+mod builder;
 mod launches;
 
 use lily_model::matrix::FloatType;
 
 pub use backend::MetalBackend;
-pub use plan::{KvType, Plan, PlanError, plan};
+pub use plan::{KvType, Plan, PlanError, plan, plan_step};
 
 /// Settings of the backend.
 #[derive(Clone, Debug)]

@@ -1,16 +1,17 @@
 //! What happens once, at load: kernels are compiled, weights get their places, and all memory that steps use is made.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 use lily_model::config::Config;
 use lily_model::pool::{Capacity, PAGE, Pool};
 use lily_model::weights::Weights;
 
 use crate::device::{BufferId, Device, Place};
-use crate::plan::{Contents, Plan, plan};
-use crate::program::Program;
+use crate::plan::{Contents, Plan};
+use crate::program::Shared;
 use crate::state::{Layout, StateMemory};
-use crate::{LoadError, Options, rope, source, weights};
+use crate::steps::{Shape, Steps, extremes, scratch};
+use crate::{LoadError, Options, rope, source, steps, weights};
 
 /// Steps that may be enqueued before the oldest is waited for.
 pub const IN_FLIGHT: usize = 2;
@@ -22,7 +23,7 @@ pub const MAX_SEGMENTS: usize = 32;
 pub struct Flight {
     /// Tokens, positions, and page tables.
     inputs: BufferId,
-    /// Of each row of logits: the token of the largest, and whether one is not finite.
+    /// Of each segment: the token of the largest logit, and whether one is not finite.
     results: BufferId,
     /// f32 `[MAX_SEGMENTS, vocab]`.
     logits: BufferId,
@@ -63,7 +64,7 @@ impl Flight {
         Place { buffer: self.inputs, offset: 4 * row }
     }
 
-    /// The position of a row.
+    /// The position of a part of a segment that begins at a row.
     pub fn position(&self, row: usize) -> Place {
         Place { buffer: self.inputs, offset: 4 * (self.rows + row) }
     }
@@ -73,14 +74,14 @@ impl Flight {
         Place { buffer: self.inputs, offset: 8 * self.rows + 4 * self.pages * segment }
     }
 
-    /// The token that follows a row of logits.
-    pub fn next(&self, row: usize) -> Place {
-        Place { buffer: self.results, offset: 8 * row }
+    /// The token that follows a segment.
+    pub fn next(&self, segment: usize) -> Place {
+        Place { buffer: self.results, offset: 8 * segment }
     }
 
-    /// Whether a logit of a row is not finite.
-    pub fn broken(&self, row: usize) -> Place {
-        self.next(row).after(4)
+    /// Whether a logit of a segment's last token is not finite.
+    pub fn broken(&self, segment: usize) -> Place {
+        self.next(segment).after(4)
     }
 
     /// A row of logits.
@@ -96,8 +97,8 @@ impl Flight {
 
 /// A model on a device, ready for steps.
 pub struct Loaded {
-    /// Launches.
-    pub program: Program,
+    /// Programs.
+    pub steps: Steps,
     /// State of sequences.
     pub state: StateMemory,
     /// Which of it is taken.
@@ -148,26 +149,33 @@ pub fn load(
 ) -> Result<Loaded, LoadError> {
     let length = (options.context as usize).next_multiple_of(PAGE);
     let (rows, pages) = (options.max_batch_tokens as usize, length / PAGE);
-    let plan = plan(config, length, options.kv)?;
-    let layout = Layout::new(&plan, length);
-    let of_weights = |c: &Contents| c.is_weight();
-    let of_steps = |c: &Contents| matches!(c, Contents::Scratch(_) | Contents::Turns);
-    let weight_bytes = bytes(&plan, of_weights);
+    let shapes = extremes(rows.min(length), MAX_SEGMENTS.min(rows));
+    let plan_of = |shape: &Shape| steps::plan(config, options.kv, length, shape);
+    let plans = shapes.iter().map(plan_of).collect::<Result<Vec<Plan>, _>>()?;
+    let Some(plan) = plans.first() else { return Err(LoadError::Missing { contents: "a step".to_owned() }) };
+    let layout = Layout::new(plan, length);
+    let scratch_sizes = scratch_sizes(&plans);
+    let weight_bytes =
+        plan.buffers.iter().filter(|b| b.contents.is_weight()).map(|b| b.bytes as u64).sum::<u64>();
+    let scratch_bytes = scratch_sizes.values().map(|&bytes| bytes as u64).sum::<u64>();
     let sequences = options.max_sequences as usize;
     let asked = Budget {
-        fixed: weight_bytes + bytes(&plan, of_steps) + IN_FLIGHT as u64 * Flight::bytes(config, rows, pages),
+        fixed: weight_bytes + scratch_bytes + IN_FLIGHT as u64 * Flight::bytes(config, rows, pages),
         sequences: layout.sizes.bytes(sequences, sequences * pages),
         snapshots: options.snapshot_bytes,
     };
     let info = device.info().clone();
     let granted = budget(&info.name, info.memory, asked)?;
-    device.compile(&source::source(config, options.kv), &kernels(&plan))?;
-    let placed = weights::place(device, weights, &plan, options.aligned_copies)?;
+    device.compile(&source::source(config, options.kv), &kernels(&plans))?;
+    let placed = weights::place(device, weights, plan, options.aligned_copies)?;
     if options.residency {
         device.keep_resident(&placed.buffers)?;
     }
-    let mut fixed = placed.places;
-    allocate_scratch(device, config, &plan, &mut fixed)?;
+    let mut shared = Shared { fixed: placed.places, scratch: HashMap::new() };
+    for (name, bytes) in scratch_sizes {
+        shared.scratch.insert(name, (device.allocate(bytes, "activations")?, bytes));
+    }
+    shared.fixed.insert(Contents::Turns, turns(device, config)?);
     let capacity = Capacity::new(&layout.sizes, length, sequences, granted.snapshots);
     let state = StateMemory::new(device, layout, capacity.slots, capacity.pages)?;
     let mut flight = || Flight::new(device, config, rows, pages);
@@ -181,47 +189,39 @@ pub fn load(
         granted.sequences + granted.snapshots,
         info.memory
     );
-    let program = Program::new(device, &plan, &fixed, &state)?;
-    Ok(Loaded { program, state, pool: Pool::new(capacity), flights })
+    let mut steps = Steps::new(config, options.kv, length, shared);
+    for shape in &shapes {
+        // A kernel that the device can't run shows now.
+        steps.program(device, &state, shape)?;
+    }
+    Ok(Loaded { steps, state, pool: Pool::new(capacity), flights })
 }
 
-fn bytes(plan: &Plan, of: impl Fn(&Contents) -> bool) -> u64 {
-    plan.buffers.iter().filter(|b| of(&b.contents)).map(|b| b.bytes as u64).sum()
+/// The largest that any of these plans needs of each scratch buffer.
+fn scratch_sizes(plans: &[Plan]) -> BTreeMap<&'static str, usize> {
+    let mut sizes = BTreeMap::new();
+    for (name, bytes) in plans.iter().flat_map(scratch) {
+        let size = sizes.entry(name).or_insert(bytes);
+        *size = bytes.max(*size);
+    }
+    sizes
 }
 
-/// Names of the kernels that a plan launches.
-pub fn kernels(plan: &Plan) -> Vec<&'static str> {
-    let mut names: Vec<&'static str> = plan.launches.iter().map(|l| l.kernel).collect();
+/// Names of the kernels that plans launch.
+pub fn kernels(plans: &[Plan]) -> Vec<&'static str> {
+    let mut names: Vec<&'static str> = plans.iter().flat_map(|p| &p.launches).map(|l| l.kernel).collect();
     names.sort_unstable();
     names.dedup();
     names
 }
 
-/// Makes what launches hand on to each other, and the table of rotary angles.
-fn allocate_scratch(
-    device: &mut dyn Device,
-    config: &Config,
-    plan: &Plan,
-    fixed: &mut HashMap<usize, Place>,
-) -> Result<(), LoadError> {
-    for (index, buffer) in plan.buffers.iter().enumerate() {
-        let place = match buffer.contents {
-            // Steps in flight have their own.
-            Contents::Scratch("x") => continue,
-            Contents::Scratch(_) => {
-                Place { buffer: device.allocate(buffer.bytes, "activations")?, offset: 0 }
-            }
-            Contents::Turns => {
-                let at = Place { buffer: device.allocate(buffer.bytes, "rotary angles")?, offset: 0 };
-                let turns = rope::turns(config.attention.rope_theta, config.attention.rotary_dim);
-                device.write(at, &turns.iter().flat_map(|t| t.to_le_bytes()).collect::<Vec<u8>>());
-                at
-            }
-            _ => continue,
-        };
-        fixed.insert(index, place);
-    }
-    Ok(())
+/// The table of rotary angles.
+pub fn turns(device: &mut dyn Device, config: &Config) -> Result<Place, LoadError> {
+    let turns = rope::turns(config.attention.rope_theta, config.attention.rotary_dim);
+    let bytes: Vec<u8> = turns.iter().flat_map(|t| t.to_le_bytes()).collect();
+    let at = Place { buffer: device.allocate(bytes.len(), "rotary angles")?, offset: 0 };
+    device.write(at, &bytes);
+    Ok(at)
 }
 
 #[cfg(test)]

@@ -21,8 +21,8 @@ const ARENA: usize = 64 << 20;
 
 /// What a plan's weights are bound to.
 pub struct PlacedWeights {
-    /// By index of the plan's buffer.
-    pub places: HashMap<usize, Place>,
+    /// By what they are.
+    pub places: HashMap<Contents, Place>,
     /// All memory that holds weights.
     pub buffers: Vec<BufferId>,
     /// Bytes used in mapped files.
@@ -78,7 +78,7 @@ pub fn place(
             Some((buffer, offsets)) => {
                 out.buffers.push(buffer);
                 for (span, offset) in spans.iter().zip(offsets) {
-                    out.places.insert(span.index, Place { buffer, offset });
+                    out.places.insert(plan.buffers[span.index].contents.clone(), Place { buffer, offset });
                     out.mapped += span.bytes as u64;
                 }
             }
@@ -86,7 +86,7 @@ pub fn place(
         }
     }
     sources.retain(|(index, _)| copies.contains(index));
-    copy(device, &sources, &mut out)?;
+    copy(device, plan, &sources, &mut out)?;
     Ok(out)
 }
 
@@ -128,6 +128,7 @@ fn view(
 /// Copies weights into as few allocations as [`ARENA`] allows.
 fn copy(
     device: &mut dyn Device,
+    plan: &Plan,
     copies: &[(usize, Source<'_>)],
     out: &mut PlacedWeights,
 ) -> Result<(), LoadError> {
@@ -148,7 +149,7 @@ fn copy(
         let mut at = Place { buffer, offset: 0 };
         for (index, source) in now {
             source.write(device, at);
-            out.places.insert(*index, at);
+            out.places.insert(plan.buffers[*index].contents.clone(), at);
             at = at.after(source.bytes().next_multiple_of(ALIGNMENT));
         }
     }

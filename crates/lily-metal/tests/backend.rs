@@ -364,7 +364,7 @@ fn an_invalid_batch_is_refused_and_changes_nothing() {
     }
     assert!(backend.wait(Ticket(99)).is_err());
     assert_eq!(step(&mut backend, vec![]).len(), 0);
-    assert!(feed(&mut backend, a, 2, &[3])[0] == fresh(&model, &[1, 2, 3])[2]);
+    assert_close(&feed(&mut backend, a, 2, &[3]), &fresh(&model, &[1, 2, 3])[2..]);
 }
 
 /// What the kernels don't draw the host does, from the same logits, and the next step goes on from there.
@@ -429,7 +429,8 @@ fn a_value_that_is_not_finite_fails_its_segment_and_no_other() {
     let (a, b) = (backend.create(8).unwrap(), backend.create(8).unwrap());
     let both = vec![segment(a, 0, &[1, 2, 7, 3], greedy()), segment(b, 0, &[1, 2], greedy())];
     let outputs = step(&mut backend, both);
-    assert_eq!(outputs[0].as_ref().unwrap_err(), &SegmentError::NonFinite { position: 2 });
+    // Attention multiplies what is masked by zero, so the tokens read with it may be lost too.
+    assert!(matches!(outputs[0], Err(SegmentError::NonFinite { position: 0..=2 })));
     assert!(outputs[1].is_ok());
     backend.free(a).unwrap();
     // Its slot and pages are used again, and what was in them does no harm.
@@ -455,14 +456,13 @@ fn a_step_that_the_device_gives_up_fails_its_requests() {
     let mut backend = backend(&model);
     let (a, b) = (backend.create(40).unwrap(), backend.create(40).unwrap());
     let expected = fresh(&model, &[1, 2, 3, 4]);
-    assert!(feed(&mut backend, a, 0, &[1, 2, 3])[..] == expected[..3]);
+    assert_close(&feed(&mut backend, a, 0, &[1, 2, 3]), &expected[..3]);
     backend.device().failing = 1;
-    // In two submissions, of which the first fails.
     let outputs = step(&mut backend, vec![segment(b, 0, &[1; 20], greedy())]);
     let e = outputs[0].as_ref().unwrap_err();
     assert_eq!(e.to_string(), "the device failed: the GPU stopped its work: it fails on purpose");
     backend.free(b).unwrap();
-    assert!(feed(&mut backend, a, 3, &[4])[..] == expected[3..]);
+    assert_close(&feed(&mut backend, a, 3, &[4]), &expected[3..]);
     // Behind it in the queue too.
     let b = backend.create(40).unwrap();
     backend.device().failing = 1;

@@ -35,30 +35,42 @@ fn right_kernels_pass() {
     }
 }
 
-/// Each text is put in place of the other, and this kernel must be named for it first, and no other but what reads what it did
-/// not write.
+/// Each text is put in place of the other, and these kernels must be named for it, and no other.
 #[test]
 fn a_broken_kernel_is_named_with_what_it_did() {
     let model = nano();
-    let mutants = [
-        ("embed", "x[i] = float(scales[at / GROUP])", "x[i] = 1.5f * float(scales[at / GROUP])", "x["),
-        ("gate_up", "weight * silu(g) * u", "weight * silu(u) * g", "middle["),
-        ("attend", "weight * float(value[i])", "float(value[i])", "parts["),
-        ("finish", "position[0] += 1", "position[0] += 2", "token, position, fault are"),
-        ("router", "logits[row + r] = sum;", "logits[row + r + 4096] = sum;", "outside of its memory"),
+    let mutants: [(&[&str], _, _, _); 3] = [
+        (&["gate_up"], "= weight * silu(g) * u;", "= weight * silu(u) * g;", "middle["),
+        (&["finish", "advance"], "position[0] += rows[0];", "position[0] += 2;", "position is Some("),
+        // What is not written shows in the logits.
+        (&["finish", "append"], "q + ulong(row) * QUERY_WIDTH", "q + 99999999", "outside of its memory"),
     ];
     let text = source::source(&model.config, KvType::Bf16);
-    for (kernel, right, wrong, words) in mutants {
+    for (kernels, right, wrong, words) in mutants {
         assert!(text.contains(right), "{right}");
         let mutant = text.replace(right, wrong);
         let mut device = ShimDevice::new(1 << 30);
         let report = run_source(&mut device, &model.config, &model.weights, KvType::Bf16, &mutant).unwrap();
-        let expected = if kernel == "router" { vec![kernel, "finish"] } else { vec![kernel] };
-        assert_eq!(failed(&report), expected, "{report}");
+        assert_eq!(failed(&report), kernels, "{report}");
         assert!(!report.passed());
         let text = report.to_string();
-        for words in [words, "WRONG", "position ", ", layer ", &format!("{kernel}: ")] {
+        for words in [words, "WRONG", "position ", ", layer ", &format!("{}: ", kernels[0])] {
             assert!(text.contains(words), "{words:?} is not in {text}");
         }
     }
+}
+
+/// The same kernels on a GPU that allows them fewer threads than they are launched with.
+#[test]
+fn a_kernel_that_the_gpu_has_no_room_for_is_named() {
+    let model = nano();
+    let mut device = ShimDevice::new(1 << 30);
+    device.most_threads = 512;
+    let report = run(&mut device, &model.config, &model.weights, KvType::Bf16).unwrap();
+    let failed = failed(&report);
+    assert!(failed.contains(&"finish") && !failed.contains(&"attend"), "{report}");
+    assert!(
+        report.to_string().contains("it may have 512 threads, 32 a SIMD-group; it needs 1024, 32"),
+        "{report}"
+    );
 }

@@ -1,5 +1,7 @@
 //! Encodes a submission into a command buffer.
 
+use std::ptr::NonNull;
+
 use objc2::runtime::ProtocolObject;
 use objc2_foundation::NSRange;
 use objc2_metal::{
@@ -9,7 +11,7 @@ use objc2_metal::{
 
 use super::pipelines::Kernel;
 use super::{Buffer, Object, missing};
-use crate::device::{DeviceError, Dispatch, Encoder, Place};
+use crate::device::{Argument, DeviceError, Dispatch, Encoder, Place};
 
 /// The encoder that is open.
 enum Open {
@@ -114,11 +116,19 @@ impl Encoder for MetalEncoder<'_> {
             encoder.memoryBarrierWithScope(MTLBarrierScope::Buffers);
         }
         encoder.setComputePipelineState(&kernels[d.kernel.0 as usize].state);
-        for (index, place) in d.places.iter().enumerate() {
-            let buffer = &buffers[place.buffer.0 as usize].metal;
-            // SAFETY: the plan's bindings are those of the kernel's signature, and its offsets and lengths lie inside of the
-            // buffers; tests compare both on any platform.
-            unsafe { encoder.setBuffer_offset_atIndex(Some(buffer), place.offset, index) };
+        for (index, argument) in d.arguments.iter().enumerate() {
+            match argument {
+                Argument::Place(place) => {
+                    let buffer = &buffers[place.buffer.0 as usize].metal;
+                    // SAFETY: the plan's bindings are those of the kernel's signature, and its offsets and lengths lie inside
+                    // of the buffers; tests compare both on any platform.
+                    unsafe { encoder.setBuffer_offset_atIndex(Some(buffer), place.offset, index) };
+                }
+                Argument::Words(words, count) => {
+                    // SAFETY: Metal copies the words, which are inside of the array.
+                    unsafe { encoder.setBytes_length_atIndex(NonNull::from(words).cast(), 4 * count, index) };
+                }
+            }
         }
         for (index, &bytes) in d.threadgroup_memory.iter().enumerate() {
             // SAFETY: as above, of the threadgroup memory arguments.

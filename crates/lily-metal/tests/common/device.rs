@@ -2,19 +2,21 @@
 //! too early shows; what no barrier parts runs in reverse.
 
 use std::collections::{HashMap, VecDeque};
-use std::ffi::c_void;
 use std::sync::Mutex;
 
 use lily_metal::device::{
-    BufferId, Device, DeviceError, Dispatch, Encoder, Info, KernelId, Pipeline, Place, Submission,
+    Argument, BufferId, Device, DeviceError, Dispatch, Encoder, Info, KernelId, Pipeline, Place, Submission,
 };
 use lily_model::files::Bytes;
 
-use super::{Guard, Kernels, Memory, Order};
+use super::cpu::{Cpu, Guarded};
+use super::signature::{Signature, signatures};
+use super::{Guard, Order, check_launch};
 
 pub struct ShimDevice {
     info: Info,
-    kernels: Option<&'static Kernels>,
+    /// Never unloaded: threads keep memory that belongs to them.
+    kernels: Option<&'static (Cpu, Vec<Signature>)>,
     inner: Mutex<Inner>,
     submissions: u64,
     pub order: Order,
@@ -22,6 +24,8 @@ pub struct ShimDevice {
     pub resident: usize,
     /// Submissions from now on that fail, of which only that is known.
     pub failing: u64,
+    /// Threads of a threadgroup that it allows any kernel.
+    pub most_threads: usize,
     /// Most submissions that were ever on the way at once.
     pub most_waiting: usize,
 }
@@ -32,9 +36,10 @@ struct Inner {
     done: HashMap<u64, Result<(), DeviceError>>,
 }
 
-enum Buffer {
-    Own(Memory),
-    Mapped(Bytes),
+struct Buffer {
+    memory: Guarded,
+    /// A copy of a mapped file, which nothing may write.
+    is_mapped: bool,
 }
 
 enum Work {
@@ -43,7 +48,7 @@ enum Work {
         grid: [usize; 3],
         threads: usize,
         memory: Vec<usize>,
-        places: Vec<Place>,
+        arguments: Vec<Argument>,
         barrier: bool,
     },
     Copy(Place, Place, usize),
@@ -52,23 +57,9 @@ enum Work {
 }
 
 impl Buffer {
-    fn bytes(&self) -> &[u8] {
-        match self {
-            Self::Own(memory) => memory.bytes(),
-            Self::Mapped(bytes) => bytes,
-        }
-    }
-
-    /// Where kernels find it. Files are mapped read-only: a kernel that writes there is caught.
-    fn address(&self) -> *mut c_void {
-        self.bytes().as_ptr().cast_mut().cast()
-    }
-
     fn own(&mut self) -> &mut [u8] {
-        match self {
-            Self::Own(memory) => memory.bytes_mut(),
-            Self::Mapped(_) => panic!("a mapped file is written"),
-        }
+        assert!(!self.is_mapped, "a mapped file is written");
+        self.memory.bytes_mut()
     }
 }
 
@@ -90,6 +81,7 @@ impl ShimDevice {
             order: Order::Forward,
             resident: 0,
             failing: 0,
+            most_threads: 1024,
             most_waiting: 0,
         }
     }
@@ -97,12 +89,17 @@ impl ShimDevice {
     /// Bytes of mapped files.
     pub fn mapped_bytes(&self) -> usize {
         let inner = self.inner.lock().unwrap();
-        let mapped = inner.buffers.iter().filter(|b| matches!(b, Buffer::Mapped(_)));
-        mapped.map(|b| b.bytes().len()).sum()
+        inner.buffers.iter().filter(|b| b.is_mapped).map(|b| b.memory.bytes().len()).sum()
     }
 
-    fn kernels(&self) -> &'static Kernels {
+    fn kernels(&self) -> &'static (Cpu, Vec<Signature>) {
         self.kernels.expect("nothing was compiled")
+    }
+
+    fn add(&mut self, memory: Guarded, is_mapped: bool) -> BufferId {
+        let buffers = &mut self.inner.get_mut().unwrap().buffers;
+        buffers.push(Buffer { memory, is_mapped });
+        BufferId(buffers.len() as u32 - 1)
     }
 
     fn run(&self, inner: &mut Inner, work: Vec<Work>) -> Result<(), DeviceError> {
@@ -115,7 +112,7 @@ impl ShimDevice {
                 Work::Kernel { .. } => together.push(work),
                 Work::Copy(from, to, bytes) => {
                     let copied =
-                        inner.buffers[from.buffer.0 as usize].bytes()[from.offset..][..bytes].to_vec();
+                        inner.buffers[from.buffer.0 as usize].memory.bytes()[from.offset..][..bytes].to_vec();
                     inner.buffers[to.buffer.0 as usize].own()[to.offset..][..bytes].copy_from_slice(&copied);
                 }
                 Work::Zero(at, bytes) => {
@@ -129,20 +126,35 @@ impl ShimDevice {
 
     fn run_together(&self, inner: &mut Inner, together: &mut Vec<Work>) -> Result<(), DeviceError> {
         for work in together.drain(..).rev() {
-            let Work::Kernel { kernel, grid, threads, memory, places, .. } = work else { continue };
-            let kernels = self.kernels();
-            let address = |p: &Place| {
-                let buffer = &inner.buffers[p.buffer.0 as usize];
-                assert!(p.offset < buffer.bytes().len().max(1), "{p:?} is behind the end of its buffer");
-                buffer.address().wrapping_byte_add(p.offset)
+            let Work::Kernel { kernel, grid, threads, memory, arguments, .. } = work else { continue };
+            let (cpu, signatures) = self.kernels();
+            let words: Vec<Option<Guarded>> = arguments.iter().map(|a| self.words(a)).collect();
+            let bound = |(argument, words): (&Argument, &'_ Option<Guarded>)| match (argument, words) {
+                (Argument::Place(place), _) => {
+                    (&raw const inner.buffers[place.buffer.0 as usize].memory, place.offset)
+                }
+                (_, Some(words)) => (&raw const *words, 0),
+                (_, None) => unreachable!("words without memory"),
             };
-            let addresses: Vec<*mut c_void> = places.iter().map(address).collect();
-            let name = &kernels.signatures[kernel].name;
-            kernels
-                .launch_at(name, grid, threads, &memory, &addresses, self.order)
+            let bound: Vec<_> = arguments.iter().zip(&words).map(bound).collect();
+            // SAFETY: buffers and words live until the launch has ended, and nothing else uses them.
+            let bound: Vec<(&Guarded, usize)> =
+                bound.into_iter().map(|(at, n)| (unsafe { &*at }, n)).collect();
+            let signature = &signatures[kernel];
+            check_launch(signature, grid, threads, &memory, bound.len())
+                .and_then(|()| cpu.launch(&signature.name, grid, threads, &memory, &bound, self.order))
                 .map_err(DeviceError::Command)?;
         }
         Ok(())
+    }
+
+    /// Memory for words that come along with a launch.
+    fn words(&self, argument: &Argument) -> Option<Guarded> {
+        let Argument::Words(words, count) = argument else { return None };
+        let mut memory = self.kernels().0.allocate(4 * count, Guard::End);
+        let bytes: Vec<u8> = words[..*count].iter().flat_map(|w| w.to_le_bytes()).collect();
+        memory.bytes_mut().copy_from_slice(&bytes);
+        Some(memory)
     }
 }
 
@@ -155,7 +167,7 @@ impl Encoder for Recorder {
             grid: d.grid,
             threads: d.threads,
             memory: d.threadgroup_memory.to_vec(),
-            places: d.places.to_vec(),
+            arguments: d.arguments.to_vec(),
             barrier: d.barrier,
         });
     }
@@ -175,19 +187,18 @@ impl Device for ShimDevice {
     }
 
     fn compile(&mut self, source: &str, kernels: &[&'static str]) -> Result<(), DeviceError> {
-        let compiled = Kernels::compile(source);
-        let missing = kernels.iter().find(|name| compiled.signatures.iter().all(|s| s.name != **name));
-        if let Some(name) = missing {
+        let signatures = signatures(source).map_err(DeviceError::Compile)?;
+        if let Some(name) = kernels.iter().find(|name| signatures.iter().all(|s| s.name != **name)) {
             return Err(DeviceError::Missing { what: format!("kernel {name}"), why: String::new() });
         }
-        self.kernels = Some(compiled);
+        self.kernels = Some(Box::leak(Box::new((Cpu::compile(source, &signatures), signatures))));
         Ok(())
     }
 
     fn kernel(&self, name: &str) -> Option<(KernelId, Pipeline)> {
-        let signatures = &self.kernels?.signatures;
+        let (_, signatures) = self.kernels?;
         let index = signatures.iter().position(|s| s.name == name)?;
-        let pipeline = Pipeline { max_threads: signatures[index].threads, lanes: 32 };
+        let pipeline = Pipeline { max_threads: signatures[index].threads.min(self.most_threads), lanes: 32 };
         Some((KernelId(index as u32), pipeline))
     }
 
@@ -195,17 +206,16 @@ impl Device for ShimDevice {
         if bytes > self.info.max_buffer {
             return Err(DeviceError::Memory { bytes, what });
         }
-        // It is NaN, so that what is read before it is written shows.
-        let memory = self.kernels().allocate(bytes, Guard::End);
-        let buffers = &mut self.inner.get_mut().unwrap().buffers;
-        buffers.push(Buffer::Own(memory));
-        Ok(BufferId(buffers.len() as u32 - 1))
+        let mut memory = self.kernels().0.allocate(bytes, Guard::End);
+        // NaN, so that what is read before it is written shows.
+        memory.bytes_mut().fill(0xff);
+        Ok(self.add(memory, false))
     }
 
     fn map(&mut self, mapping: &Bytes) -> Result<BufferId, DeviceError> {
-        let buffers = &mut self.inner.get_mut().unwrap().buffers;
-        buffers.push(Buffer::Mapped(mapping.clone()));
-        Ok(BufferId(buffers.len() as u32 - 1))
+        let mut memory = self.kernels().0.allocate(mapping.len(), Guard::End);
+        memory.bytes_mut().copy_from_slice(mapping);
+        Ok(self.add(memory, true))
     }
 
     fn keep_resident(&mut self, buffers: &[BufferId]) -> Result<(), DeviceError> {
@@ -215,7 +225,7 @@ impl Device for ShimDevice {
 
     fn read(&self, at: Place, out: &mut [u8]) {
         let inner = self.inner.lock().unwrap();
-        out.copy_from_slice(&inner.buffers[at.buffer.0 as usize].bytes()[at.offset..][..out.len()]);
+        out.copy_from_slice(&inner.buffers[at.buffer.0 as usize].memory.bytes()[at.offset..][..out.len()]);
     }
 
     fn write(&mut self, at: Place, bytes: &[u8]) {

@@ -4,6 +4,7 @@
 // launch with a message.
 #include <setjmp.h>
 #include <signal.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -23,7 +24,7 @@
 
 namespace shim {
 namespace {
-constexpr uint LANES = 32, MOST_THREADS = 1024;
+constexpr uint MOST_THREADS = 1024;
 constexpr size_t PAGE = 4096;
 // No power of two: the tops of all stacks would share a few lines of the cache.
 constexpr size_t STACK = (16 << 10) + 5 * 64;
@@ -58,7 +59,7 @@ struct Machine {
     void* const* buffers = nullptr;
     std::vector<std::pair<void*, size_t>> memory;
     Group group{};
-    uint threads = 0, buffer_count = 0, at_barrier = 0;
+    uint threads = 0, at_barrier = 0;
     const char* problem = nullptr;
     ~Machine();
 };
@@ -171,12 +172,19 @@ bool run_threadgroup(const std::vector<uint>& order) {
     uint done = 0;
     while (done < machine.threads) {
         bool moved = false;
-        for (uint i = 0; i < machine.threads; ++i) {
-            Fiber& fiber = machine.fibers[order[i]];
-            if (fiber.state != State::ready) continue;
-            moved = true;
-            if (!resume(fiber)) return false;
-            if (fiber.state == State::done) ++done;
+        for (uint first = 0; first < machine.threads; first += LANES) {
+            // As long as any of them can go on, so that in order a SIMD-group runs ahead of the others as far as it may; by chance
+            // all of them advance together.
+            for (bool again = true; again;) {
+                again = false;
+                for (uint i = first; i < first + LANES; ++i) {
+                    Fiber& fiber = machine.fibers[order[i]];
+                    if (fiber.state != State::ready) continue;
+                    again = moved = true;
+                    if (!resume(fiber)) return false;
+                    if (fiber.state == State::done) ++done;
+                }
+            }
         }
         if (!moved) {
             machine.problem = "threads wait for others that don't come: a barrier or a SIMD-group function is not reached by all";
@@ -210,15 +218,8 @@ uint thread_index_in_threadgroup() { return machine.current->index; }
 uint simdgroup_index_in_threadgroup() { return machine.current->index / LANES; }
 Group threadgroup_position_in_grid() { return machine.group; }
 
-Pointer buffer(uint index) {
-    if (index >= machine.buffer_count) fail("a buffer that is not bound");
-    return {machine.buffers[index]};
-}
-
-Pointer threadgroup_memory(uint index) {
-    if (index >= machine.memory.size()) fail("a threadgroup memory argument without a length");
-    return {machine.memory[index].first};
-}
+Pointer buffer(uint index) { return {machine.buffers[index]}; }
+Pointer threadgroup_memory(uint index) { return {machine.memory[index].first}; }
 
 void barrier() {
     if (++machine.at_barrier < machine.threads) return suspend(State::at_barrier);
@@ -254,7 +255,6 @@ using namespace shim;
 struct Request {
     const char* kernel;
     void* const* buffers;
-    uint buffer_count;
     const uint* memory;
     uint memory_count;
     uint grid[3];
@@ -267,41 +267,35 @@ extern "C" void* shim_allocate(size_t bytes, bool guard_end) { return allocate(b
 
 extern "C" void shim_release(void* address, size_t bytes) { release(address, bytes); }
 
-/// Runs a kernel. 0, or 1 with the reason in `error`.
+/// Runs a kernel that there is, with as many buffers and lengths of threadgroup memory as it has. 0, or 1 with the reason in
+/// `error`.
 extern "C" int shim_launch(const Request* request, char* error, size_t error_size) {
     catch_faults();
     here = &own_machine;
-    const Kernel* found = kernels;
-    while (found && strcmp(found->name, request->kernel) != 0) found = found->next;
-    machine.kernel = found;
+    machine.kernel = kernels;
+    while (strcmp(machine.kernel->name, request->kernel) != 0) machine.kernel = machine.kernel->next;
     machine.buffers = request->buffers;
-    machine.buffer_count = request->buffer_count;
     machine.threads = request->threads;
-    machine.problem = found ? nullptr : "there is no such kernel";
-    if (request->threads == 0 || request->threads % LANES || request->threads > MOST_THREADS)
-        machine.problem = "threads of a threadgroup must be a multiple of 32, at most 1024";
+    machine.problem = nullptr;
     for (auto& m : machine.memory) release(m.first, m.second);
     machine.memory.clear();
-    size_t memory = 0;
     for (uint i = 0; i < request->memory_count; ++i) {
-        memory += request->memory[i];
         machine.memory.push_back({allocate(request->memory[i], true), request->memory[i]});
         if (!machine.memory.back().first) machine.problem = "no memory";
     }
-    if (memory > 32768) machine.problem = "more than 32768 bytes of threadgroup memory";
     if (!machine.stacks && !make_fibers()) machine.problem = "no memory";
     const std::vector<uint> threads = make_order(request->threads, request->order);
-    const uint width = request->grid[0], groups = width * request->grid[1] * request->grid[2];
+    const uint width = request->grid[0], height = request->grid[1], groups = width * height * request->grid[2];
     const std::vector<uint> order = make_order(groups, request->order);
     running = true;
     for (uint i = 0; i < groups && !machine.problem; ++i) {
-        machine.group = {order[i] % width, order[i] / width};
+        machine.group = {order[i] % width, order[i] / width % height, order[i] / width / height};
         if (!run_threadgroup(threads) && !machine.problem) machine.problem = "it stopped";
     }
     running = false;
     if (!machine.problem) return 0;
     make_fibers();
-    snprintf(error, error_size, "%s, threadgroup (%u, %u), thread %u: %s", request->kernel, machine.group.x,
-             machine.group.y, machine.current ? machine.current->index : 0, machine.problem);
+    snprintf(error, error_size, "%s, threadgroup (%u, %u, %u), thread %u: %s", request->kernel, machine.group.x,
+             machine.group.y, machine.group.z, machine.current ? machine.current->index : 0, machine.problem);
     return 1;
 }
