@@ -103,7 +103,7 @@ fn launch_wrong(kernel: &str) {
     let signature = kernels.signatures.iter().find(|s| s.name == kernel).unwrap();
     let memory = vec![256; signature.threadgroup_memory()];
     let mut out = kernels.allocate(256, Guard::End);
-    kernels.launch(kernel, [1, 1, 1], 64, &memory, &mut [&mut out], Order::Forward).unwrap();
+    kernels.launch(kernel, [1, 1, 1], 64, &memory, &mut [(&mut out, 0)], Order::Forward).unwrap();
 }
 
 #[test]
@@ -161,6 +161,11 @@ impl Device {
                     made.write(0, &turns).unwrap();
                     return made;
                 }
+                Contents::Numbers(words) => {
+                    let words: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
+                    made.write(0, &words).unwrap();
+                    return made;
+                }
                 _ => &blocks[4],
             };
             for at in (0..buffer.bytes).step_by(BLOCK) {
@@ -193,7 +198,7 @@ impl Device {
         let enqueue_all = || {
             launches.iter().zip(&functions).try_for_each(|(l, function)| {
                 let addresses: Vec<u64> =
-                    l.bindings.iter().map(|b| self.buffers[b.buffer].address()).collect();
+                    l.bindings.iter().map(|b| self.buffers[b.buffer].address() + b.offset as u64).collect();
                 enqueue(context, *function, l.grid, l.threads, &l.threadgroup_memory, &addresses)
             })
         };

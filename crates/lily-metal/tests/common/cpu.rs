@@ -108,11 +108,16 @@ impl Cpu {
         grid: [usize; 3],
         threads: usize,
         memory: &[usize],
-        buffers: &[&Guarded],
+        buffers: &[(&Guarded, usize)],
         order: Order,
     ) -> Result<(), String> {
         let name = CString::new(kernel).unwrap();
-        let buffers: Vec<*mut c_void> = buffers.iter().map(|b| b.address.cast()).collect();
+        let address = |(memory, offset): &(&Guarded, usize)| {
+            assert!(*offset < memory.bytes, "{kernel}: bound behind the end");
+            // SAFETY: within the memory.
+            unsafe { memory.address.add(*offset) }.cast()
+        };
+        let buffers: Vec<*mut c_void> = buffers.iter().map(address).collect();
         let memory: Vec<u32> = memory.iter().map(|&n| n as u32).collect();
         let request = Request {
             kernel: name.as_ptr(),

@@ -82,20 +82,21 @@ impl Gpu {
         grid: [usize; 3],
         threads: usize,
         memory: &[usize],
-        buffers: &mut [&mut Mirrored],
+        buffers: &mut [(&mut Mirrored, usize)],
     ) -> Result<(), String> {
         let mut run = || -> Result<(), DriverError> {
-            for buffer in buffers.iter_mut().filter(|b| b.changed) {
+            for (buffer, _) in buffers.iter_mut().filter(|(b, _)| b.changed) {
                 buffer.device.write(0, &buffer.host)?;
                 buffer.changed = false;
             }
-            let addresses: Vec<u64> = buffers.iter().map(|b| b.device.address()).collect();
+            let addresses: Vec<u64> =
+                buffers.iter().map(|(b, offset)| b.device.address() + *offset as u64).collect();
             let function = self.function(&signature.name);
             enqueue(context(), function, grid, threads, memory, &addresses)?;
             context().synchronize()?;
             for parameter in &signature.parameters {
                 if let Parameter::Buffer { index, writable: true } = *parameter {
-                    let Mirrored { host, device, .. } = &mut *buffers[index];
+                    let Mirrored { host, device, .. } = &mut *buffers[index].0;
                     device.read(0, host)?;
                 }
             }

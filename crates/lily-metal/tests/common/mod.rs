@@ -3,6 +3,7 @@
 #![allow(dead_code, reason = "each test file uses its own part")]
 
 pub mod cpu;
+pub mod device;
 pub mod gpu;
 pub mod machine;
 pub mod model;
@@ -85,6 +86,12 @@ impl Memory {
         }
     }
 
+    /// Itself, with these words at its beginning.
+    pub fn with(mut self, words: impl IntoIterator<Item = u32>) -> Self {
+        self.put(words);
+        self
+    }
+
     pub fn put_floats(&mut self, values: &[f32]) {
         assert_eq!(4 * values.len(), self.bytes);
         self.put(values.iter().map(|x| x.to_bits()));
@@ -113,13 +120,14 @@ impl Kernels {
         memory
     }
 
+    /// Runs a kernel with memory from so many bytes into it on.
     pub fn launch(
         &self,
         kernel: &str,
         grid: [usize; 3],
         threads: usize,
         memory: &[usize],
-        buffers: &mut [&mut Memory],
+        buffers: &mut [(&mut Memory, usize)],
         order: Order,
     ) -> Result<(), String> {
         let signature = self.signatures.iter().find(|s| s.name == kernel);
@@ -128,20 +136,20 @@ impl Kernels {
             .map_err(|why| format!("{kernel}: {why}"))?;
         match &self.device {
             Device::Cpu(cpu) => {
-                let buffers: Vec<&Guarded> = buffers
+                let buffers: Vec<(&Guarded, usize)> = buffers
                     .iter()
-                    .filter_map(|b| match &b.place {
-                        Place::Cpu(memory) => Some(memory),
+                    .filter_map(|(b, offset)| match &b.place {
+                        Place::Cpu(memory) => Some((memory, *offset)),
                         Place::Gpu(_) => None,
                     })
                     .collect();
                 cpu.launch(kernel, grid, threads, memory, &buffers, order)
             }
             Device::Gpu(gpu) => {
-                let mut buffers: Vec<&mut Mirrored> = buffers
+                let mut buffers: Vec<(&mut Mirrored, usize)> = buffers
                     .iter_mut()
-                    .filter_map(|b| match &mut b.place {
-                        Place::Gpu(memory) => Some(memory),
+                    .filter_map(|(b, offset)| match &mut b.place {
+                        Place::Gpu(memory) => Some((memory, *offset)),
                         Place::Cpu(_) => None,
                     })
                     .collect();
