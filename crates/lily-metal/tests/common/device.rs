@@ -1,7 +1,7 @@
-//! A [`Device`] that runs kernels on the CPU. Work is done when it is waited for, and not before, so that whoever reads or writes
-//! too early shows; what no barrier parts runs in reverse.
+//! A [`Device`] that runs kernels where tests do. Work is done when it is waited for, and not before, so that whoever reads or
+//! writes too early shows; what no barrier parts runs in reverse.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Mutex;
 
 use lily_metal::device::{
@@ -9,14 +9,12 @@ use lily_metal::device::{
 };
 use lily_model::files::Bytes;
 
-use super::cpu::{Cpu, Guarded};
-use super::signature::{Signature, signatures};
-use super::{Guard, Order, check_launch};
+use super::signature::signatures;
+use super::{Bound, Guard, Kernels, Memory, Order, Shape, gpu};
 
 pub struct ShimDevice {
     info: Info,
-    /// Never unloaded: threads keep memory that belongs to them.
-    kernels: Option<&'static (Cpu, Vec<Signature>)>,
+    kernels: Option<&'static Kernels>,
     inner: Mutex<Inner>,
     submissions: u64,
     pub order: Order,
@@ -31,15 +29,11 @@ pub struct ShimDevice {
 }
 
 struct Inner {
-    buffers: Vec<Buffer>,
+    buffers: Vec<Memory>,
+    /// Those that are copies of mapped files, which nothing may write.
+    mapped: HashSet<BufferId>,
     queue: VecDeque<(Submission, Vec<Work>)>,
     done: HashMap<u64, Result<(), DeviceError>>,
-}
-
-struct Buffer {
-    memory: Guarded,
-    /// A copy of a mapped file, which nothing may write.
-    is_mapped: bool,
 }
 
 enum Work {
@@ -56,23 +50,34 @@ enum Work {
     Fail,
 }
 
-impl Buffer {
-    fn own(&mut self) -> &mut [u8] {
-        assert!(!self.is_mapped, "a mapped file is written");
-        self.memory.bytes_mut()
+impl Inner {
+    fn bytes(&self, at: Place, bytes: usize) -> &[u8] {
+        &self.buffers[at.buffer.0 as usize].bytes()[at.offset..][..bytes]
+    }
+
+    fn bytes_mut(&mut self, at: Place, bytes: usize) -> &mut [u8] {
+        assert!(!self.mapped.contains(&at.buffer), "a mapped file is written");
+        &mut self.buffers[at.buffer.0 as usize].bytes_mut()[at.offset..][..bytes]
+    }
+
+    fn add(&mut self, memory: Memory) -> BufferId {
+        self.buffers.push(memory);
+        BufferId(self.buffers.len() as u32 - 1)
     }
 }
 
 impl ShimDevice {
     pub fn new(memory: u64) -> Self {
-        let info = Info {
-            name: "emulated on the CPU".to_owned(),
-            memory,
-            max_buffer: memory as usize,
-            page: 4096,
-            details: vec![("compiler", std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned()))],
+        let (name, compiler) = match gpu::wanted() {
+            true => (gpu::context().name.clone(), "NVRTC".to_owned()),
+            false => {
+                ("emulated on the CPU".to_owned(), std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned()))
+            }
         };
-        let inner = Inner { buffers: Vec::new(), queue: VecDeque::new(), done: HashMap::new() };
+        let details = vec![("compiler", compiler)];
+        let info = Info { name, memory, max_buffer: memory as usize, page: 4096, details };
+        let (buffers, mapped) = (Vec::new(), HashSet::new());
+        let inner = Inner { buffers, mapped, queue: VecDeque::new(), done: HashMap::new() };
         Self {
             info,
             kernels: None,
@@ -89,17 +94,11 @@ impl ShimDevice {
     /// Bytes of mapped files.
     pub fn mapped_bytes(&self) -> usize {
         let inner = self.inner.lock().unwrap();
-        inner.buffers.iter().filter(|b| b.is_mapped).map(|b| b.memory.bytes().len()).sum()
+        inner.mapped.iter().map(|buffer| inner.buffers[buffer.0 as usize].bytes).sum()
     }
 
-    fn kernels(&self) -> &'static (Cpu, Vec<Signature>) {
+    fn kernels(&self) -> &'static Kernels {
         self.kernels.expect("nothing was compiled")
-    }
-
-    fn add(&mut self, memory: Guarded, is_mapped: bool) -> BufferId {
-        let buffers = &mut self.inner.get_mut().unwrap().buffers;
-        buffers.push(Buffer { memory, is_mapped });
-        BufferId(buffers.len() as u32 - 1)
     }
 
     fn run(&self, inner: &mut Inner, work: Vec<Work>) -> Result<(), DeviceError> {
@@ -111,13 +110,10 @@ impl ShimDevice {
             match work {
                 Work::Kernel { .. } => together.push(work),
                 Work::Copy(from, to, bytes) => {
-                    let copied =
-                        inner.buffers[from.buffer.0 as usize].memory.bytes()[from.offset..][..bytes].to_vec();
-                    inner.buffers[to.buffer.0 as usize].own()[to.offset..][..bytes].copy_from_slice(&copied);
+                    let copied = inner.bytes(from, bytes).to_vec();
+                    inner.bytes_mut(to, bytes).copy_from_slice(&copied);
                 }
-                Work::Zero(at, bytes) => {
-                    inner.buffers[at.buffer.0 as usize].own()[at.offset..][..bytes].fill(0);
-                }
+                Work::Zero(at, bytes) => inner.bytes_mut(at, bytes).fill(0),
                 Work::Fail => return Err(DeviceError::Command("it fails on purpose".to_owned())),
             }
         }
@@ -127,34 +123,25 @@ impl ShimDevice {
     fn run_together(&self, inner: &mut Inner, together: &mut Vec<Work>) -> Result<(), DeviceError> {
         for work in together.drain(..).rev() {
             let Work::Kernel { kernel, grid, threads, memory, arguments, .. } = work else { continue };
-            let (cpu, signatures) = self.kernels();
-            let words: Vec<Option<Guarded>> = arguments.iter().map(|a| self.words(a)).collect();
-            let bound = |(argument, words): (&Argument, &'_ Option<Guarded>)| match (argument, words) {
-                (Argument::Place(place), _) => {
-                    (&raw const inner.buffers[place.buffer.0 as usize].memory, place.offset)
+            let kernels = self.kernels();
+            let kernel = &kernels.signatures[kernel].name;
+            let shape = Shape { kernel, grid, threads, memory: &memory };
+            let buffers = inner.buffers.len();
+            let bind = |argument: &Argument| match argument {
+                Argument::Place(place) => (place.buffer.0 as usize, place.offset),
+                // Memory of their own, for this launch.
+                Argument::Words(words, count) => {
+                    let memory = kernels.allocate(4 * count, Guard::End);
+                    inner.buffers.push(memory.with(words[..*count].iter().copied()));
+                    (inner.buffers.len() - 1, 0)
                 }
-                (_, Some(words)) => (&raw const *words, 0),
-                (_, None) => unreachable!("words without memory"),
             };
-            let bound: Vec<_> = arguments.iter().zip(&words).map(bound).collect();
-            // SAFETY: buffers and words live until the launch has ended, and nothing else uses them.
-            let bound: Vec<(&Guarded, usize)> =
-                bound.into_iter().map(|(at, n)| (unsafe { &*at }, n)).collect();
-            let signature = &signatures[kernel];
-            check_launch(signature, grid, threads, &memory, bound.len())
-                .and_then(|()| cpu.launch(&signature.name, grid, threads, &memory, &bound, self.order))
-                .map_err(DeviceError::Command)?;
+            let bound: Vec<Bound> = arguments.iter().map(bind).collect();
+            let outcome = kernels.launch(shape, &mut inner.buffers, &bound, self.order);
+            inner.buffers.truncate(buffers);
+            outcome.map_err(DeviceError::Command)?;
         }
         Ok(())
-    }
-
-    /// Memory for words that come along with a launch.
-    fn words(&self, argument: &Argument) -> Option<Guarded> {
-        let Argument::Words(words, count) = argument else { return None };
-        let mut memory = self.kernels().0.allocate(4 * count, Guard::End);
-        let bytes: Vec<u8> = words[..*count].iter().flat_map(|w| w.to_le_bytes()).collect();
-        memory.bytes_mut().copy_from_slice(&bytes);
-        Some(memory)
     }
 }
 
@@ -191,12 +178,12 @@ impl Device for ShimDevice {
         if let Some(name) = kernels.iter().find(|name| signatures.iter().all(|s| s.name != **name)) {
             return Err(DeviceError::Missing { what: format!("kernel {name}"), why: String::new() });
         }
-        self.kernels = Some(Box::leak(Box::new((Cpu::compile(source, &signatures), signatures))));
+        self.kernels = Some(Kernels::compile(source));
         Ok(())
     }
 
     fn kernel(&self, name: &str) -> Option<(KernelId, Pipeline)> {
-        let (_, signatures) = self.kernels?;
+        let signatures = &self.kernels?.signatures;
         let index = signatures.iter().position(|s| s.name == name)?;
         let pipeline = Pipeline { max_threads: signatures[index].threads.min(self.most_threads), lanes: 32 };
         Some((KernelId(index as u32), pipeline))
@@ -206,16 +193,17 @@ impl Device for ShimDevice {
         if bytes > self.info.max_buffer {
             return Err(DeviceError::Memory { bytes, what });
         }
-        let mut memory = self.kernels().0.allocate(bytes, Guard::End);
-        // NaN, so that what is read before it is written shows.
-        memory.bytes_mut().fill(0xff);
-        Ok(self.add(memory, false))
+        let memory = self.kernels().allocate(bytes, Guard::End);
+        Ok(self.inner.get_mut().unwrap().add(memory))
     }
 
     fn map(&mut self, mapping: &Bytes) -> Result<BufferId, DeviceError> {
-        let mut memory = self.kernels().0.allocate(mapping.len(), Guard::End);
+        let mut memory = self.kernels().allocate(mapping.len(), Guard::End);
         memory.bytes_mut().copy_from_slice(mapping);
-        Ok(self.add(memory, true))
+        let inner = self.inner.get_mut().unwrap();
+        let buffer = inner.add(memory);
+        inner.mapped.insert(buffer);
+        Ok(buffer)
     }
 
     fn keep_resident(&mut self, buffers: &[BufferId]) -> Result<(), DeviceError> {
@@ -224,13 +212,11 @@ impl Device for ShimDevice {
     }
 
     fn read(&self, at: Place, out: &mut [u8]) {
-        let inner = self.inner.lock().unwrap();
-        out.copy_from_slice(&inner.buffers[at.buffer.0 as usize].memory.bytes()[at.offset..][..out.len()]);
+        out.copy_from_slice(self.inner.lock().unwrap().bytes(at, out.len()));
     }
 
     fn write(&mut self, at: Place, bytes: &[u8]) {
-        let inner = self.inner.get_mut().unwrap();
-        inner.buffers[at.buffer.0 as usize].own()[at.offset..][..bytes.len()].copy_from_slice(bytes);
+        self.inner.get_mut().unwrap().bytes_mut(at, bytes.len()).copy_from_slice(bytes);
     }
 
     fn submit(&mut self, encode: &mut dyn FnMut(&mut dyn Encoder)) -> Result<Submission, DeviceError> {

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use lily_metal::plan::{Binding, Buffer, Contents, KvType, Launch, Plan, Segment, State, Want};
 
 use super::model::Model;
-use super::{Guard, Kernels, Memory, Order};
+use super::{Bound, Guard, Kernels, Memory, Order, Shape};
 
 /// Kernels, weights and sequences of a model.
 pub struct Machine<'m> {
@@ -146,10 +146,10 @@ impl<'m> Machine<'m> {
         let before: Vec<_> = watched.iter().map(|b| untouched(self, step, b)).collect();
         // Out of the machine while the launch has it.
         let mut taken: Vec<Memory> = launch.bindings.iter().map(|b| self.take(step, b.buffer)).collect();
-        let offsets = launch.bindings.iter().map(|b| b.offset);
-        let mut bound: Vec<(&mut Memory, usize)> = taken.iter_mut().zip(offsets).collect();
-        let Launch { kernel, grid, threads, threadgroup_memory, .. } = launch;
-        self.kernels.launch(kernel, *grid, *threads, threadgroup_memory, &mut bound, self.order).unwrap();
+        let bound: Vec<Bound> = launch.bindings.iter().map(|b| b.offset).enumerate().collect();
+        let &Launch { kernel, grid, threads, .. } = launch;
+        let shape = Shape { kernel, grid, threads, memory: &launch.threadgroup_memory };
+        self.kernels.launch(shape, &mut taken, &bound, self.order).unwrap();
         for (binding, memory) in launch.bindings.iter().zip(taken) {
             let contents = step.plan.buffers[binding.buffer].contents.clone();
             self.home(step, binding.buffer).insert(contents, memory);

@@ -22,6 +22,21 @@ pub struct Kernels {
     pub signatures: Vec<Signature>,
 }
 
+/// A kernel by name and how large its launch is.
+#[derive(Clone, Copy)]
+pub struct Shape<'a> {
+    pub kernel: &'a str,
+    /// Threadgroups.
+    pub grid: [usize; 3],
+    /// Threads of each.
+    pub threads: usize,
+    /// Bytes of each threadgroup memory argument.
+    pub memory: &'a [usize],
+}
+
+/// Where a buffer argument is bound: an index into the memory that a launch is given, and bytes from there on.
+pub type Bound = (usize, usize);
+
 /// What they run on.
 enum Device {
     Cpu(Cpu),
@@ -69,6 +84,20 @@ impl Memory {
         match &mut self.place {
             Place::Cpu(memory) => memory.bytes_mut(),
             Place::Gpu(memory) => memory.bytes_mut(),
+        }
+    }
+
+    fn guarded(&self) -> &Guarded {
+        match &self.place {
+            Place::Cpu(memory) => memory,
+            Place::Gpu(_) => panic!("memory of a GPU for kernels on the CPU"),
+        }
+    }
+
+    fn mirrored(&mut self) -> &mut Mirrored {
+        match &mut self.place {
+            Place::Gpu(memory) => memory,
+            Place::Cpu(_) => panic!("memory of the CPU for kernels on a GPU"),
         }
     }
 
@@ -120,53 +149,31 @@ impl Kernels {
         memory
     }
 
-    /// Runs a kernel with memory from so many bytes into it on.
+    /// Runs a kernel, each of its buffers bound to a place in `memories`, which may be the same for several.
     pub fn launch(
         &self,
-        kernel: &str,
-        grid: [usize; 3],
-        threads: usize,
-        memory: &[usize],
-        buffers: &mut [(&mut Memory, usize)],
+        shape: Shape,
+        memories: &mut [Memory],
+        bound: &[Bound],
         order: Order,
     ) -> Result<(), String> {
+        let kernel = shape.kernel;
         let signature = self.signatures.iter().find(|s| s.name == kernel);
         let signature = signature.ok_or_else(|| format!("{kernel}: there is no such kernel"))?;
-        check_launch(signature, grid, threads, memory, buffers.len())
-            .map_err(|why| format!("{kernel}: {why}"))?;
+        check_launch(signature, shape, bound.len()).map_err(|why| format!("{kernel}: {why}"))?;
+        for &(index, offset) in bound {
+            assert!(offset < memories[index].bytes, "{kernel}: bound behind the end");
+        }
         match &self.device {
-            Device::Cpu(cpu) => {
-                let buffers: Vec<(&Guarded, usize)> = buffers
-                    .iter()
-                    .filter_map(|(b, offset)| match &b.place {
-                        Place::Cpu(memory) => Some((memory, *offset)),
-                        Place::Gpu(_) => None,
-                    })
-                    .collect();
-                cpu.launch(kernel, grid, threads, memory, &buffers, order)
-            }
-            Device::Gpu(gpu) => {
-                let mut buffers: Vec<(&mut Mirrored, usize)> = buffers
-                    .iter_mut()
-                    .filter_map(|(b, offset)| match &mut b.place {
-                        Place::Gpu(memory) => Some((memory, *offset)),
-                        Place::Cpu(_) => None,
-                    })
-                    .collect();
-                gpu.launch(signature, grid, threads, memory, &mut buffers)
-            }
+            Device::Cpu(cpu) => cpu.launch(shape, memories, bound, order),
+            Device::Gpu(gpu) => gpu.launch(signature, shape, memories, bound),
         }
     }
 }
 
 /// Refuses what no Apple GPU since family 7 could launch, and what doesn't fit the kernel's signature.
-fn check_launch(
-    signature: &Signature,
-    grid: [usize; 3],
-    threads: usize,
-    memory: &[usize],
-    buffers: usize,
-) -> Result<(), String> {
+fn check_launch(signature: &Signature, shape: Shape, buffers: usize) -> Result<(), String> {
+    let Shape { grid, threads, memory, .. } = shape;
     let all: usize = memory.iter().sum();
     if grid.contains(&0) {
         return Err(format!("a grid of {grid:?} threadgroups"));
