@@ -219,22 +219,25 @@ kernel void matmul_few(
     }
     float sums[FEW][ROWS] = {{0.0f}};
     for (uint col = lane * INPUTS; col < cols; col += STRIDE) {
-        float values[ROWS][INPUTS];
-        for (uint r = 0; r < ROWS; ++r) {
-            const ulong at = ulong(out + r) * cols + col;
-            const device ushort* words = (const device ushort*)(codes + at / 2);
-            const float scale = float(scales[at / GROUP]);
-            const float bias = float(biases[at / GROUP]);
-            for (uint i = 0; i < INPUTS; ++i) {
-                values[r][i] = scale * float(words[i / 4] >> (4 * (i % 4)) & 15) + bias;
+        // Half of a lane's inputs at a time, for the sake of registers.
+        for (uint from = col; from < col + INPUTS; from += INPUTS / 2) {
+            float values[ROWS][INPUTS / 2];
+            for (uint r = 0; r < ROWS; ++r) {
+                const ulong at = ulong(out + r) * cols + from;
+                const device ushort* words = (const device ushort*)(codes + at / 2);
+                const float scale = float(scales[at / GROUP]);
+                const float bias = float(biases[at / GROUP]);
+                for (uint i = 0; i < INPUTS / 2; ++i) {
+                    values[r][i] = scale * float(words[i / 4] >> (4 * (i % 4)) & 15) + bias;
+                }
             }
-        }
-        for (uint t = 0; t < FEW; ++t) {
-            if (t < rows) {
-                for (uint i = 0; i < INPUTS; ++i) {
-                    const float in = x[t * cols + col + i];
-                    for (uint r = 0; r < ROWS; ++r) {
-                        sums[t][r] += in * values[r][i];
+            for (uint t = 0; t < FEW; ++t) {
+                if (t < rows) {
+                    for (uint i = 0; i < INPUTS / 2; ++i) {
+                        const float in = x[t * cols + from + i];
+                        for (uint r = 0; r < ROWS; ++r) {
+                            sums[t][r] += in * values[r][i];
+                        }
                     }
                 }
             }
