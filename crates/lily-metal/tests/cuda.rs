@@ -285,10 +285,11 @@ fn idle_us() -> f64 {
 }
 
 /// Steps that are measured: a name, sequences, tokens of each, what is wanted of them, positions.
-const STEPS: [(&str, usize, usize, Want, &[u32]); 4] = [
+const STEPS: [(&str, usize, usize, Want, &[u32]); 5] = [
     ("one token", 1, 1, Want::Last, &[4_095, 65_535]),
     ("a draft of 8 tokens", 1, 8, Want::All, &[4_095]),
     ("one token of 8 sequences", 8, 1, Want::Last, &[4_095]),
+    ("a chunk of 32 tokens", 1, 32, Want::Last, &[4_096]),
     ("a chunk of 512 tokens", 1, 512, Want::Last, &[4_096]),
 ];
 
