@@ -219,7 +219,7 @@ impl Device {
         let first = || if whole { restart() } else { Ok(()) };
         let graph = context.capture(|| first().and_then(|()| enqueue_all())).unwrap();
         let (begin, end) = (Event::new(context).unwrap(), Event::new(context).unwrap());
-        let mut once = || {
+        let once = || {
             begin.record().unwrap();
             graph.launch().unwrap();
             end.record().unwrap();
