@@ -18,7 +18,8 @@ pub struct ShimDevice {
     /// Never unloaded: threads keep memory that belongs to them.
     kernels: Option<&'static (Cpu, Vec<Signature>)>,
     inner: Mutex<Inner>,
-    submissions: u64,
+    /// How many there were.
+    pub submissions: u64,
     pub order: Order,
     /// Buffers that were asked to be kept resident.
     pub resident: usize,
