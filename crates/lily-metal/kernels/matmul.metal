@@ -1,4 +1,4 @@
-// Many rows times one matrix: `norm_rows`, `matmul`, `matmul_q8`, `matmul_few`.
+// Many rows times one matrix: `norm_rows`, `matmul`, `matmul_16`, `matmul_q8`, `matmul_few`.
 //
 // A tile is 64 outputs of 16 * BLOCKS rows. Its four SIMD-groups have a quarter of it each, as 8x8 matrices; inputs and
 // dequantised weights come through threadgroup memory, TILE_COLS inputs at a time. All of it is f32, as in the kernels of one
@@ -11,8 +11,6 @@ constant constexpr uint TILE_COLS = 32;
 constant constexpr uint TILE_STRIDE = TILE_COLS + 4;
 /// 8x8 matrices beside each other that a SIMD-group has.
 constant constexpr uint OUT_BLOCKS = 4;
-/// Of `matmul`: 64 rows a tile.
-constant constexpr uint ROW_BLOCKS = 4;
 /// Rows of `matmul_few`.
 constant constexpr uint FEW = 8;
 
@@ -116,26 +114,26 @@ template <uint BLOCKS> inline void gather_tile(thread simdgroup_float8x8* sums, 
 }
 
 /// One tile of a product. Outputs behind the last one are read as that one, and not stored.
-template <uint BITS>
+template <uint BLOCKS, uint BITS>
 inline void product_tile(
     const device float* x, Matrix m, const device Product* p, device float* y, threadgroup float* tile, uint2 group,
     uint thread_index, uint simdgroup
 ) {
-    const uint first_row = group.y * 16 * ROW_BLOCKS;
+    const uint first_row = group.y * 16 * BLOCKS;
     const uint first_out = group.x * TILE_OUTS;
-    uint sources[ROW_BLOCKS];
-    for (uint b = 0; b < ROW_BLOCKS; ++b) {
+    uint sources[BLOCKS];
+    for (uint b = 0; b < BLOCKS; ++b) {
         const uint row = first_row + thread_index / 8 + 16 * b;
         sources[b] = row < p->rows ? row : NONE;
     }
-    simdgroup_float8x8 sums[ROW_BLOCKS * OUT_BLOCKS];
-    for (uint i = 0; i < ROW_BLOCKS * OUT_BLOCKS; ++i) {
+    simdgroup_float8x8 sums[BLOCKS * OUT_BLOCKS];
+    for (uint i = 0; i < BLOCKS * OUT_BLOCKS; ++i) {
         sums[i] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
     }
     const ulong mine = min(first_out + thread_index / 2, p->outs - 1);
-    multiply_tile<ROW_BLOCKS, BITS>(sums, x, sources, p->cols, m, mine, p->cols, tile, thread_index, simdgroup);
-    gather_tile<ROW_BLOCKS>(sums, tile, simdgroup);
-    for (uint i = thread_index; i < 16 * ROW_BLOCKS * TILE_OUTS; i += TILE_THREADS) {
+    multiply_tile<BLOCKS, BITS>(sums, x, sources, p->cols, m, mine, p->cols, tile, thread_index, simdgroup);
+    gather_tile<BLOCKS>(sums, tile, simdgroup);
+    for (uint i = thread_index; i < 16 * BLOCKS * TILE_OUTS; i += TILE_THREADS) {
         const uint row = first_row + i / TILE_OUTS;
         const uint out = first_out + i % TILE_OUTS;
         if (row < p->rows && out < p->outs) {
@@ -145,7 +143,7 @@ inline void product_tile(
     }
 }
 
-/// A product with 4-bit codes.
+/// A product with 4-bit codes, 64 rows a tile.
 [[max_total_threads_per_threadgroup(128)]]
 kernel void matmul(
     const device float* x [[buffer(0)]],
@@ -160,10 +158,28 @@ kernel void matmul(
     uint simdgroup [[simdgroup_index_in_threadgroup]]
 ) {
     const Matrix m = {codes, scales, biases};
-    product_tile<4>(x, m, product, y, tile, group, thread_index, simdgroup);
+    product_tile<4, 4>(x, m, product, y, tile, group, thread_index, simdgroup);
 }
 
-/// A product with 8-bit codes.
+/// A product with 4-bit codes, 16 rows a tile: for so few that most of 64 would be zeros.
+[[max_total_threads_per_threadgroup(128)]]
+kernel void matmul_16(
+    const device float* x [[buffer(0)]],
+    const device uchar* codes [[buffer(1)]],
+    const device bfloat* scales [[buffer(2)]],
+    const device bfloat* biases [[buffer(3)]],
+    const device Product* product [[buffer(4)]],
+    device float* y [[buffer(5)]],
+    threadgroup float* tile [[threadgroup(0)]],
+    uint2 group [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]]
+) {
+    const Matrix m = {codes, scales, biases};
+    product_tile<1, 4>(x, m, product, y, tile, group, thread_index, simdgroup);
+}
+
+/// A product with 8-bit codes, 16 rows a tile: there are few outputs.
 [[max_total_threads_per_threadgroup(128)]]
 kernel void matmul_q8(
     const device float* x [[buffer(0)]],
@@ -178,7 +194,7 @@ kernel void matmul_q8(
     uint simdgroup [[simdgroup_index_in_threadgroup]]
 ) {
     const Matrix m = {codes, scales, biases};
-    product_tile<8>(x, m, product, y, tile, group, thread_index, simdgroup);
+    product_tile<1, 8>(x, m, product, y, tile, group, thread_index, simdgroup);
 }
 
 /// As `matmul`, of at most FEW rows and a multiple of ROWS outputs: a SIMD-group takes the codes of ROWS outputs apart once, and
@@ -203,22 +219,25 @@ kernel void matmul_few(
     }
     float sums[FEW][ROWS] = {{0.0f}};
     for (uint col = lane * INPUTS; col < cols; col += STRIDE) {
-        float values[ROWS][INPUTS];
-        for (uint r = 0; r < ROWS; ++r) {
-            const ulong at = ulong(out + r) * cols + col;
-            const device ushort* words = (const device ushort*)(codes + at / 2);
-            const float scale = float(scales[at / GROUP]);
-            const float bias = float(biases[at / GROUP]);
-            for (uint i = 0; i < INPUTS; ++i) {
-                values[r][i] = scale * float(words[i / 4] >> (4 * (i % 4)) & 15) + bias;
+        // Half of a lane's inputs at a time, for the sake of registers.
+        for (uint from = col; from < col + INPUTS; from += INPUTS / 2) {
+            float values[ROWS][INPUTS / 2];
+            for (uint r = 0; r < ROWS; ++r) {
+                const ulong at = ulong(out + r) * cols + from;
+                const device ushort* words = (const device ushort*)(codes + at / 2);
+                const float scale = float(scales[at / GROUP]);
+                const float bias = float(biases[at / GROUP]);
+                for (uint i = 0; i < INPUTS / 2; ++i) {
+                    values[r][i] = scale * float(words[i / 4] >> (4 * (i % 4)) & 15) + bias;
+                }
             }
-        }
-        for (uint t = 0; t < FEW; ++t) {
-            if (t < rows) {
-                for (uint i = 0; i < INPUTS; ++i) {
-                    const float in = x[t * cols + col + i];
-                    for (uint r = 0; r < ROWS; ++r) {
-                        sums[t][r] += in * values[r][i];
+            for (uint t = 0; t < FEW; ++t) {
+                if (t < rows) {
+                    for (uint i = 0; i < INPUTS / 2; ++i) {
+                        const float in = x[t * cols + from + i];
+                        for (uint r = 0; r < ROWS; ++r) {
+                            sums[t][r] += in * values[r][i];
+                        }
                     }
                 }
             }

@@ -13,6 +13,10 @@ const TILE_THREADS: usize = 128;
 const TILE_OUTS: usize = 64;
 /// Rows of a tile of `matmul`.
 const TILE_ROWS: usize = 64;
+/// Rows of a tile of `matmul_16` and `matmul_q8`.
+const SMALL_TILE_ROWS: usize = 16;
+/// Up to so many rows, small tiles multiply less in all.
+const SMALL: usize = 32;
 /// Numbers of a row of inputs or weights in threadgroup memory: `TILE_STRIDE` of `matmul.metal`.
 const TILE_STRIDE: usize = 36;
 /// Pairs of token and slot in a tile: `PAIR_ROWS` of `experts.metal`.
@@ -95,9 +99,13 @@ impl Builder<'_> {
             let grid = [p.outs.div_ceil(PRODUCT_ROWS), 1, 1];
             return self.launch("matmul_few", grid, TILE_THREADS, Vec::new(), bindings);
         }
-        let kernel = if self.bits(p.matrix) == 8 { "matmul_q8" } else { "matmul" };
-        let grid = [p.outs.div_ceil(TILE_OUTS), p.rows.div_ceil(TILE_ROWS), 1];
-        self.launch(kernel, grid, TILE_THREADS, tile_memory(TILE_ROWS), bindings);
+        let (kernel, rows) = match self.bits(p.matrix) {
+            8 => ("matmul_q8", SMALL_TILE_ROWS),
+            _ if p.rows <= SMALL => ("matmul_16", SMALL_TILE_ROWS),
+            _ => ("matmul", TILE_ROWS),
+        };
+        let grid = [p.outs.div_ceil(TILE_OUTS), p.rows.div_ceil(rows), 1];
+        self.launch(kernel, grid, TILE_THREADS, tile_memory(rows), bindings);
     }
 
     /// Products of h, `[rows, hidden]`, with matrices, into scratch buffers of their own: name, matrix, outputs.
