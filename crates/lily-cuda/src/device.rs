@@ -7,8 +7,9 @@ use lily_model::config::Config;
 use lily_model::pool::{Capacity, PAGE};
 use lily_model::weights::Weights;
 
+use crate::buffers::Buffers;
 use crate::driver::{Args, Context, DriverError, Shape, Traffic};
-use crate::forward::{Buffers, Device, GroupSizes, flash_shared};
+use crate::forward::{Device, GroupSizes, flash_shared};
 use crate::kernels::Kernels;
 use crate::state::{self, State};
 use crate::step::{Layout, Plan};
