@@ -253,6 +253,33 @@ fn weights_are_kept_resident_unless_told_otherwise() {
     }
 }
 
+/// Sequences side by side in one submission; and so many pieces of a few tokens that their attention takes more memory than there
+/// is: then each for itself.
+#[test]
+fn sequences_in_a_step_are_what_they_are_alone() {
+    let model = nano();
+    let small = Options { context: 64, max_sequences: 32, snapshot_bytes: 0, ..options() };
+    let mut backend = backend_with(&model, &small);
+    let ids = golden("prompt.300");
+    let prompts = |lengths: &[usize]| -> Vec<Vec<u32>> {
+        lengths.iter().enumerate().map(|(i, n)| ids[3 * i..3 * i + n].to_vec()).collect()
+    };
+    for (lengths, submissions) in [(&[15, 1, 30, 2][..], 1), (&[2; 32], 32)] {
+        let prompts = prompts(lengths);
+        let seqs: Vec<SeqId> = prompts.iter().map(|p| backend.create(p.len() as u32).unwrap()).collect();
+        let segments =
+            seqs.iter().zip(&prompts).map(|(seq, p)| segment(*seq, 0, p, Want::Logits(Rows::Last)));
+        let before = backend.device().submissions;
+        let outputs = step(&mut backend, segments.collect());
+        assert_eq!(backend.device().submissions - before, submissions);
+        for (prompt, output) in prompts.iter().zip(outputs) {
+            let got = rows(output.unwrap(), model.config.vocab_size);
+            assert_close(&got, &reference(&model, prompt)[prompt.len() - 1..]);
+        }
+        seqs.into_iter().for_each(|seq| backend.free(seq).unwrap());
+    }
+}
+
 #[test]
 fn snapshots_are_shared_resumed_and_survive_their_sequence() {
     let model = nano();

@@ -128,6 +128,9 @@ pub struct Doctor {
     /// On a Mac: compile every Metal kernel, run each on the GPU against the CPU, with the weights of the model, and print a table
     #[arg(long)]
     pub metal_selftest: bool,
+    /// Write the Metal kernels for the model to a file, so that another compiler can look at them
+    #[arg(long, value_name = "FILE")]
+    pub metal_source: Option<PathBuf>,
 }
 
 #[derive(Debug, clap::Args)]

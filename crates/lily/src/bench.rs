@@ -198,16 +198,21 @@ fn open(
     size: Size,
 ) -> Result<(Opened, Machine)> {
     let Some(device) = gpu else {
+        let weights = weights.context("there are no weights")?;
         #[cfg(target_vendor = "apple")]
         if matches!(global.device, DeviceChoice::Metal | DeviceChoice::Auto) && !global.cpu_exact {
-            let weights = weights.context("there are no weights")?;
-            let mut backend = device::metal::backend(global, config, &weights, &size)?;
-            let machine = Machine::Gpu { copy_bytes_per_s: backend.copy_bandwidth()? };
-            return Ok((Opened::Other(Box::new(backend)), machine));
+            match device::metal::backend(global, config, &weights, &size) {
+                Ok(mut backend) => {
+                    let machine = Machine::Gpu { copy_bytes_per_s: backend.copy_bandwidth()? };
+                    return Ok((Opened::Other(Box::new(backend)), machine));
+                }
+                Err(error) if global.device == DeviceChoice::Metal => return Err(error),
+                // The CPU is taken below, with a word of why.
+                Err(_) => {}
+            }
         }
         // Before the backend has threads of its own that may still be awake.
         let machine = Machine::probe(probe::threads(global))?;
-        let weights = weights.context("there are no weights")?;
         return Ok((Opened::Other(device::open(global, config, &weights, size)?), machine));
     };
     let options = device::cuda_options(device, &size);

@@ -1,17 +1,24 @@
 //! `lily doctor`: what Lily finds on this machine.
 
 use std::env::consts::{ARCH, OS};
+use std::fs;
 use std::io::{self, Write};
 use std::thread::available_parallelism;
 
-use anyhow::Result;
+use anyhow::{Context as _, Result};
 use lily_cpu::Isa;
 use lily_cuda::driver::{Context, DriverError};
+use lily_metal::KvType;
 
 use crate::args::{Doctor, Global};
+use crate::source::Source;
 
 /// Runs the command.
 pub fn doctor(args: &Doctor, global: &Global) -> Result<()> {
+    if let Some(file) = &args.metal_source {
+        let text = lily_metal::source::source(&Source::new(global)?.config()?, KvType::Bf16);
+        return fs::write(file, text).with_context(|| file.display().to_string());
+    }
     let mut out = io::stdout().lock();
     writeln!(out, "lily {} for {OS} on {ARCH}", env!("CARGO_PKG_VERSION"))?;
     let threads = available_parallelism().map_or(1, usize::from);
@@ -46,12 +53,11 @@ fn write_cuda(out: &mut impl Write) -> io::Result<()> {
 mod metal {
     use anyhow::bail;
     use lily_metal::device::Device;
-    use lily_metal::{KvType, selftest};
+    use lily_metal::selftest;
     use lily_model::load::load_weights;
 
     use super::*;
     use crate::device::metal::device;
-    use crate::source::Source;
 
     /// The GPU, or why there is none.
     pub fn write(out: &mut impl Write) -> io::Result<()> {

@@ -16,7 +16,8 @@ pub struct ShimDevice {
     info: Info,
     kernels: Option<&'static Kernels>,
     inner: Mutex<Inner>,
-    submissions: u64,
+    /// How many there were.
+    pub submissions: u64,
     pub order: Order,
     /// Buffers that were asked to be kept resident.
     pub resident: usize,
