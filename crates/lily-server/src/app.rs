@@ -9,6 +9,7 @@ use axum::http::{Method, StatusCode, Uri};
 use axum::middleware::{from_fn, from_fn_with_state, map_response};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
+use lily_engine::chat::SampledCalls;
 use lily_engine::request::Sampling;
 use lily_engine::scheduler::Engine;
 use lily_model::template::ChatTemplate;
@@ -45,6 +46,8 @@ pub struct ServerState {
     /// What connections are encrypted with, if they are.
     pub tls: Option<Tls>,
     /// What is counted.
+    /// Tool calls as they were sampled: clients send them back.
+    pub calls: Arc<SampledCalls>,
     pub metrics: Metrics,
     /// When the model was loaded, seconds since 1970.
     pub created: u64,

@@ -87,6 +87,7 @@ async fn serve_session(
         IpAddr::V6(ip) => format!("[{ip}]"),
         ip => ip.to_string(),
     };
+        calls: Arc::default(),
     writeln!(io::stdout(), "listening on {scheme}://{host}:{}", address.port())?;
     let stop = async {
         tokio::select! {

@@ -104,7 +104,7 @@ impl Session {
     /// A request for the next turn of a conversation.
     pub fn chat_request(&self, chat: &Chat, given: &Generation) -> Result<Request> {
         let (template, tokenizer) = (&self.model.template, &self.model.tokenizer);
-        let request = chat_request(chat, template, tokenizer, self.sampling(given))?;
+        let request = chat_request(chat, template, tokenizer, None, self.sampling(given))?;
         Ok(Request { max_tokens: given.max_tokens, stop: given.stop.clone(), ..request })
     }
 
@@ -133,7 +133,11 @@ impl Session {
                     sink(delta)?;
                 }
                 Some(
-                    Event::Started | Event::InterToken(_) | Event::PromptToken { .. } | Event::Token { .. },
+                    Event::Started
+                    | Event::InterToken(_)
+                    | Event::PromptToken { .. }
+                    | Event::Token { .. }
+                    | Event::Call(_),
                 ) => {}
                 Some(Event::Finished(finished)) => {
                     reading.finish_and_clear();

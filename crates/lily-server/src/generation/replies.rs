@@ -2,10 +2,12 @@
 
 use std::future::{pending, poll_fn};
 use std::pin::pin;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
 use axum::http::StatusCode;
+use lily_engine::chat::SampledCalls;
 use lily_engine::output::Delta;
 use lily_engine::request::{Event, FinishReason, Finished, Request, RequestError, Usage};
 use lily_engine::scheduler::{Engine, Generation};
@@ -70,6 +72,7 @@ pub(crate) struct Replies {
     logged: Option<Instant>,
     progress_time: Duration,
     metrics: Metrics,
+    calls: Arc<SampledCalls>,
     /// Log lines belong to the request even after the head of the answer is sent.
     pub span: Span,
 }
@@ -109,6 +112,7 @@ impl Replies {
     }
 
     /// How many answers there are.
+            calls: Arc::clone(&state.calls),
     pub fn len(&self) -> usize {
         self.generations.len()
     }
@@ -179,6 +183,10 @@ impl Replies {
             Some(Event::Failed(error)) => {
                 self.generations.clear();
                 Err(error.into())
+            Some(Event::Call(call)) => {
+                self.calls.remember(call);
+                Ok(None)
+            }
             }
             None => {
                 self.generations.clear();

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a helper that fails must fail its test")]
 
 mod bad_input;
+mod calls;
 mod chat;
 mod completions;
 mod disconnect;
