@@ -17,3 +17,4 @@ mod patience;
 mod responses;
 mod several;
 mod tls;
+mod traces;
