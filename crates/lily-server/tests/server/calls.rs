@@ -12,6 +12,9 @@ use crate::{messages, responses};
 /// same call once more in another form.
 const REPLY: &str = "I look.\n</think>\n\nOne moment.\n\n<tool_call>\n<function=look>\n<parameter=times>\n3.0\n</parameter>\n<parameter=at>\n{\"b\":[1,2],\"a\":{\"d\":\"\u{e9}\",\"c\":null}}\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=look>\n<parameter=at>\n{\"a\" : {}}\n</parameter>\n</function>\n</tool_call>";
 
+/// What becomes of the arguments of a call, of which the number is given.
+type Change<'a> = &'a dyn Fn(usize, &Value) -> Value;
+
 /// An API, and how a client speaks it.
 struct Api {
     path: &'static str,
@@ -22,7 +25,7 @@ struct Api {
     /// The answer of a stream, as if it were none.
     fold: fn(&Answer) -> Value,
     /// The items of an answer as they go into the next request, with the arguments of each call changed.
-    items: fn(&Value, &dyn Fn(usize, &Value) -> Value) -> Vec<Value>,
+    items: fn(&Value, Change<'_>) -> Vec<Value>,
     /// Tokens of the prompt, of these cached, and generated.
     usage: fn(&Value) -> [u64; 3],
 }

@@ -7,6 +7,7 @@ mod calls;
 mod chat;
 mod completions;
 mod disconnect;
+mod fields;
 mod fixture;
 mod guards;
 mod held;
