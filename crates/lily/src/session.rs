@@ -1,5 +1,6 @@
 //! A loaded model with its engine.
 
+use std::num::NonZero;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
@@ -204,8 +205,14 @@ fn log_speed(finished: &Finished) {
     );
 }
 
-/// A runtime for the commands that wait for an engine and for signals.
+/// A runtime for the commands that wait for an engine and for signals. Requests are made ready on its blocking threads,
+/// which is computing: more of them than there are cores would only hold memory, each its own.
 pub fn runtime() -> Result<tokio::runtime::Runtime> {
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+    let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .max_blocking_threads(cores.max(4))
+        .enable_all()
+        .build();
     runtime.context("can't start threads")
 }
