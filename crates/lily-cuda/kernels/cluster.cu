@@ -54,7 +54,7 @@ __device__ __forceinline__ void copy_fence() {
 // sums of squares of the inputs go to squares[rank][token] of all blocks of the cluster.
 template <int NT>
 __device__ __forceinline__ void split_tokens(u32 mode, const float* x, u32 k_tiles, const float* factor, const float (&gains)[8],
-                                             u32 tokens, u32 first, u32 count, u32 rank, u8* fragments, float* sums,
+                                             u32 tokens, u32 first, u32 count, u32 rank, u8* fragments, Unit* units,
                                              float (*squares)[NT * 4]) {
     constexpr int ROWS = NT * 4 / WARPS;
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, width = k_tiles * TILE_COLS;
@@ -85,7 +85,7 @@ __device__ __forceinline__ void split_tokens(u32 mode, const float* x, u32 k_til
                 factors[i] = mode == NORMED ? gain[i] : scale[r];
             }
             const Place to{(p.tile - first) * (NT * 4) + token, p.col, p.active};
-            split_place(to, v[r], factors, lane, fragments, sums);
+            split_place<true>(to, v[r], factors, lane, fragments, units);
         }
     }
 #pragma unroll
@@ -97,12 +97,12 @@ __device__ __forceinline__ void split_tokens(u32 mode, const float* x, u32 k_til
 
 // total += the products of R row blocks, whose tiles lie in the slots from `at` on, with all tokens.
 template <int FORM, int NT, int R>
-__device__ __forceinline__ void multiply_slots(const u8* at, u32 slot, u32 count, const u8* fragments, const float* sums, int lane,
+__device__ __forceinline__ void multiply_slots(const u8* at, u32 slot, u32 count, const u8* fragments, const Unit* units, int lane,
                                                float (&total)[R][NT][2]) {
     const u8* tile = at;
-    const u8* f = fragments + (lane >> 3) * FRAGMENT_BYTES;
-    const float* sum = sums + (lane & 3);
-    constexpr int AHEAD = NT > 4 ? 1 : 2;  // more would not fit into registers
+    const u8* f = fragments + (lane >> 3) * FRAGMENT_BYTES<true>;
+    const Unit* unit = units + (lane & 3);
+    constexpr int AHEAD = NT > 4 ? 1 : 4;  // of many tokens one tile's products suffice to fill the pipes
 #pragma unroll AHEAD
     for (u32 k = 0; k < count; k++) {
         Tile<FORM> a[R];
@@ -110,13 +110,14 @@ __device__ __forceinline__ void multiply_slots(const u8* at, u32 slot, u32 count
         for (int r = 0; r < R; r++) a[r] = load_tile<FORM>(tile + r * slot, lane);
 #pragma unroll
         for (int n = 0; n < NT; n++) {
-            const Fragment x = load_staged(f + n * 4 * FRAGMENT_BYTES, lane);
+            const Fragment<FORM> x = load_staged<true>(f + n * 4 * FRAGMENT_BYTES<true>, lane);
+            const Unit of = unit[n * 4];
 #pragma unroll
-            for (int r = 0; r < R; r++) multiply<FORM>(a[r], x, sum[n * 4], total[r][n]);
+            for (int r = 0; r < R; r++) multiply<FORM>(a[r], x, of, total[r][n]);
         }
         tile += tile_bytes<FORM>();
-        f += NT * 4 * FRAGMENT_BYTES;
-        sum += NT * 4;
+        f += NT * 4 * FRAGMENT_BYTES<true>;
+        unit += NT * 4;
     }
 }
 
@@ -135,8 +136,8 @@ struct Product {
     const float* x;       // [tokens, 64 k_tiles]
     const float* factor;  // see `mode`
     float* y;             // [tokens, stride]
-    u8* fragments;        // null, or where f(x) goes as fragments, with `sums` and `scale`: for the kernels behind this one
-    float* sums;
+    u8* fragments;        // null, or where f(x) goes as fragments, with `units` and `scale`: for the kernels behind this one
+    Unit* units;
     float* scale;
     u32 mode;             // AS_IS, NORMED, HEAD_NORMED
     u32 tokens;
@@ -162,7 +163,7 @@ template <int FORM, int NT> __device__ __forceinline__ void product(const Matrix
     const u32 from_rank = (o.per + CLUSTER - 1) / CLUSTER * SUMS_BYTES;
     u8* inboxes = shared + min(o.rounds, 2u) * o.per * slot;
     u8* fragments = inboxes + (o.rounds > 2 ? 2 : 1) * CLUSTER * from_rank;
-    float* sums = (float*)(fragments + T * most * FRAGMENT_BYTES);
+    Unit* units = (Unit*)(fragments + T * most * FRAGMENT_BYTES<true>);
     auto fetch = [&](u32 round) {  // by one warp
         if (round * o.per >= all) return;
         const u32 from = round * o.per, n = min(o.per, all - from);
@@ -190,17 +191,17 @@ template <int FORM, int NT> __device__ __forceinline__ void product(const Matrix
     wait_for_inputs();
     cluster_wait();  // all blocks of the cluster run: their shared memory may be written
     const float* factor = o.mode == HEAD_NORMED ? o.factor + (u64)token0 * (VALUE_HEADS * VALUE_SPLIT) : o.factor;
-    split_tokens<NT>(o.mode, o.x + (u64)token0 * w.k_tiles * TILE_COLS, w.k_tiles, factor, gains, tokens, first, count, rank, fragments, sums, squares);
+    split_tokens<NT>(o.mode, o.x + (u64)token0 * w.k_tiles * TILE_COLS, w.k_tiles, factor, gains, tokens, first, count, rank, fragments, units, squares);
     __syncthreads();
     if (o.fragments) {
         // Tokens are dealt to the clusters, which all have the same.
-        constexpr u32 WORDS = FRAGMENT_BYTES / 16;
+        constexpr u32 WORDS = FRAGMENT_BYTES<true> / 16;
         for (u32 i = tid; i < count * T * WORDS; i += THREADS) {
             const u32 word = i % WORDS, token = i / WORDS % T, tile = i / WORDS / T;
             if (token % clusters != cluster || token >= tokens) continue;
             const u64 to = (u64)(token0 + token) * w.k_tiles + first + tile;
-            ((uint4*)(o.fragments + to * FRAGMENT_BYTES))[word] = ((const uint4*)fragments)[i];
-            if (word == 0) o.sums[to] = sums[tile * T + token];
+            ((uint4*)(o.fragments + to * FRAGMENT_BYTES<true>))[word] = ((const uint4*)fragments)[i];
+            if (word == 0) o.units[to] = units[tile * T + token];
         }
     }
     for (u32 round = 0; round * o.per < all; round++) {
@@ -219,12 +220,12 @@ template <int FORM, int NT> __device__ __forceinline__ void product(const Matrix
         for (u32 i = warp * n / WARPS; i < end; i += 2) {
             if (i + 1 < end) {
                 float total[2][NT][2] = {};
-                multiply_slots<FORM, NT, 2>(slots + i * slot, slot, count, fragments, sums, lane, total);
+                multiply_slots<FORM, NT, 2>(slots + i * slot, slot, count, fragments, units, lane, total);
                 send(i, total[0]);
                 send(i + 1, total[1]);
             } else {
                 float total[1][NT][2] = {};
-                multiply_slots<FORM, NT, 1>(slots + i * slot, slot, count, fragments, sums, lane, total);
+                multiply_slots<FORM, NT, 1>(slots + i * slot, slot, count, fragments, units, lane, total);
                 send(i, total[0]);
             }
         }

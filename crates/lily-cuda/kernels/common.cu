@@ -4,8 +4,12 @@
 // KV_HEADS, HEAD_DIM, ROTARY, EXPERTS, TOP_K, EXPERT_WIDTH, SHARED_WIDTH.
 //
 // Products. Weights are packed on the host into tiles of 16 rows x 64 inputs in the order in which the lanes of a warp
-// want them as the A operand of mma.m16n8k16. An f32 input x is split into two bf16, x = hi + lo, which become two
-// columns of B: one instruction multiplies 16 rows with four tokens to 16 bits of mantissa, in the range of f32.
+// want them as the A operand of the tensor cores. An input takes two columns of B, so that one instruction multiplies 16
+// rows with four tokens:
+// * Codes of 4 or 8 bits meet integers of 16 bits, x = unit * (256 high + low), the digits in a column each; the 64 inputs
+//   of a tile have one unit, 1 / 32,600 of the largest. Products and their sum over a tile are exact
+//   (docs/decisions/0013-fixed-point-on-the-gpu.md).
+// * Weights in bf16 meet two bf16, x = hi + lo, in the range of f32.
 // A warp sums the tiles [w * n / 8, (w + 1) * n / 8) of a row, and the eight warps' sums are added in their order: the
 // result of a token does not depend on what stands beside it, nor on which kernel computes it.
 
@@ -81,25 +85,16 @@ __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Two bf16 of 128 + code from a word of eight 4-bit codes: codes j and j + 4. 128 is taken back through the sum of x.
-template <int J> __device__ __forceinline__ u32 unpack4(u32 word) {
-    u32 out;
-    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(out) : "r"(word >> (4 * J)), "r"(0x000f000fu), "r"(0x43004300u));
-    return out;
+// Unsigned by signed bytes.
+__device__ __forceinline__ void mma(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+                 : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-__device__ __forceinline__ u32 add_bf16(u32 a, u32 b) {
-    u32 out;  // a * 1 + b; addition alone needs compute capability 9.0
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(0x3f803f80u), "r"(b));
-    return out;
-}
-
-// Two bf16 codes from bytes J and J + 2 of a word of four 8-bit codes: exact, as the sum of their nibbles' values.
-template <int J> __device__ __forceinline__ u32 unpack8(u32 word) {
-    u32 low = ((word >> (8 * J)) & 0x000f000fu) | 0x43004300u;       // 128 + low nibble
-    u32 high = ((word >> (8 * J + 4)) & 0x000f000fu) | 0x45004500u;  // 2048 + 16 * high nibble
-    return add_bf16(add_bf16(low, 0xc300c300u), add_bf16(high, 0xc500c500u));
-}
+// Of a word of eight 4-bit codes: codes 0 2 4 6 as bytes, and 1 3 5 7.
+__device__ __forceinline__ u32 even_codes(u32 word) { return word & 0x0f0f0f0fu; }
+__device__ __forceinline__ u32 odd_codes(u32 word) { return word >> 4 & 0x0f0f0f0fu; }
 
 // The sum of eight parts of a delta rule's rows, in the order that all its kernels have.
 __device__ __forceinline__ float sum_of_eighths(const float (&parts)[8][32], int lane) {
@@ -130,7 +125,7 @@ __device__ __forceinline__ float delta_state(float alpha, float s, float k, floa
 // Value `d` of a head `h` whose first ROTARY values are rotated in pairs d, d + ROTARY / 2.
 __device__ __forceinline__ float rotated(const float* h, u32 d, const float2* angles) {
     if (d >= ROTARY) return h[d];
-    const float2 a = __ldg(angles + d % (ROTARY / 2));
+    const float2 a = angles[d % (ROTARY / 2)];
     const float sine = d < ROTARY / 2 ? -__fmul_rn(h[d + ROTARY / 2], a.y) : __fmul_rn(h[d - ROTARY / 2], a.y);
     return fmaf(h[d], a.x, sine);
 }
@@ -168,59 +163,64 @@ template <int FORM> __device__ __forceinline__ Tile<FORM> load_tile(const u8* p,
     return t;
 }
 
-// A lane's share of B for one tile and four tokens: word w is inputs 8 w .. 8 w + 7 of its 16, as pairs (j, j + 4).
-struct Fragment {
-    uint4 word[2];
+// Whether inputs of a form's products are integers of two digits.
+template <int FORM> constexpr bool DIGITS = FORM == Q4 || FORM == Q8;
+
+// A lane's share of B for one tile and four tokens, of its 16 inputs. Digits: bytes of inputs 0 2 4 6, 1 3 5 7, and the same
+// from 8 on. bf16: word w is inputs 8 w .. 8 w + 7, as pairs (j, j + 4).
+template <bool AS_DIGITS> struct Words {
+    uint4 word[AS_DIGITS ? 1 : 2];
+};
+template <int FORM> using Fragment = Words<DIGITS<FORM>>;
+
+// Of one token's 64 inputs of a tile, as integers: what 1 is worth, and their sum times that.
+struct Unit {
+    float unit, sum;
 };
 
-// total[0], total[1]: rows g and g + 8 of the tile, for token t of the four (g = lane / 4, t = lane % 4); `sum` is the
-// sum of that token's 64 inputs.
+// total[0], total[1]: rows g and g + 8 of the tile, for token t of the four (g = lane / 4, t = lane % 4), whose inputs have
+// this `unit`.
 template <int FORM>
-__device__ __forceinline__ void multiply(const Tile<FORM>& w, const Fragment& x, float sum, float (&total)[2]) {
-    // Two chains of products, so that one need not wait for the other.
-    float c[2][4] = {};
-    if constexpr (FORM == Q4) {
-        const uint4 q = w.codes, a = x.word[0], b = x.word[1];
-        c[0][0] = c[0][2] = -128.0f * sum;
-        mma(c[0], unpack4<0>(q.x), unpack4<0>(q.z), unpack4<1>(q.x), unpack4<1>(q.z), a.x, a.y);
-        mma(c[1], unpack4<0>(q.y), unpack4<0>(q.w), unpack4<1>(q.y), unpack4<1>(q.w), b.x, b.y);
-        mma(c[0], unpack4<2>(q.x), unpack4<2>(q.z), unpack4<3>(q.x), unpack4<3>(q.z), a.z, a.w);
-        mma(c[1], unpack4<2>(q.y), unpack4<2>(q.w), unpack4<3>(q.y), unpack4<3>(q.w), b.z, b.w);
-    } else if constexpr (FORM == Q8) {
-#pragma unroll
-        for (int h = 0; h < 2; h++) {  // words x, y: row g; z, w: row g + 8
-            const uint4 q = w.codes[h], b = x.word[h];
-            mma(c[h], unpack8<0>(q.x), unpack8<0>(q.z), unpack8<1>(q.x), unpack8<1>(q.z), b.x, b.y);
-            mma(c[h], unpack8<0>(q.y), unpack8<0>(q.w), unpack8<1>(q.y), unpack8<1>(q.w), b.z, b.w);
+__device__ __forceinline__ void multiply(const Tile<FORM>& w, const Fragment<FORM>& x, const Unit& unit, float (&total)[2]) {
+    if constexpr (DIGITS<FORM>) {
+        int c[4] = {0, 0, 0, 0};
+        const uint4 b = x.word[0];
+        if constexpr (FORM == Q4) {
+            const uint4 q = w.codes;  // words x, y: row g; z, w: row g + 8
+            mma(c, even_codes(q.x), even_codes(q.z), odd_codes(q.x), odd_codes(q.z), b.x, b.y);
+            mma(c, even_codes(q.y), even_codes(q.w), odd_codes(q.y), odd_codes(q.w), b.z, b.w);
+        } else {
+            const uint4 p = w.codes[0], q = w.codes[1];
+            mma(c, p.x, p.z, p.y, p.w, b.x, b.y);
+            mma(c, q.x, q.z, q.y, q.w, b.z, b.w);
         }
+        // Columns 2 t and 2 t + 1 are a token's digits. Every multiply-add is spelt out: left to the compiler, kernels would round
+        // differently.
+        const float low = (float)(c[0] * 256 + c[1]), high = (float)(c[2] * 256 + c[3]);
+        total[0] = fmaf(__fmul_rn(bf16_low(w.scales.x), unit.unit), low, fmaf(bf16_high(w.scales.x), unit.sum, total[0]));
+        total[1] = fmaf(__fmul_rn(bf16_low(w.scales.y), unit.unit), high, fmaf(bf16_high(w.scales.y), unit.sum, total[1]));
     } else {
+        // Two chains of products, so that one need not wait for the other; columns 2 t and 2 t + 1 are a token's hi and lo.
+        float c[2][4] = {};
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const uint4 p = w.values[2 * h], q = w.values[2 * h + 1], b = x.word[h];
             mma(c[h], p.x, p.y, p.z, p.w, b.x, b.y);
             mma(c[h], q.x, q.y, q.z, q.w, b.z, b.w);
         }
-    }
-    // Columns 2 t and 2 t + 1 are a token's hi and lo.
-    const float low = (c[0][0] + c[0][1]) + (c[1][0] + c[1][1]), high = (c[0][2] + c[0][3]) + (c[1][2] + c[1][3]);
-    if constexpr (FORM == Q4 || FORM == Q8) {
-        // Every multiply-add is spelt out: left to the compiler, kernels would round differently.
-        total[0] = fmaf(bf16_low(w.scales.x), low, fmaf(bf16_high(w.scales.x), sum, total[0]));
-        total[1] = fmaf(bf16_low(w.scales.y), high, fmaf(bf16_high(w.scales.y), sum, total[1]));
-    } else {
-        total[0] += low;
-        total[1] += high;
+        total[0] += (c[0][0] + c[0][1]) + (c[1][0] + c[1][1]);
+        total[1] += (c[0][2] + c[0][3]) + (c[1][2] + c[1][3]);
     }
 }
 
 // Multiplies the tile at `p`; BF16X2 is two bf16 tiles whose sum is meant.
 template <int FORM>
-__device__ __forceinline__ void multiply_at(const u8* p, int lane, const Fragment& x, float sum, float (&total)[2]) {
+__device__ __forceinline__ void multiply_at(const u8* p, int lane, const Fragment<FORM>& x, const Unit& unit, float (&total)[2]) {
     if constexpr (FORM == BF16X2) {
-        multiply<BF16>(load_tile<BF16>(p, lane), x, sum, total);
-        multiply<BF16>(load_tile<BF16>(p + 2048, lane), x, sum, total);
+        multiply<BF16>(load_tile<BF16>(p, lane), x, unit, total);
+        multiply<BF16>(load_tile<BF16>(p + 2048, lane), x, unit, total);
     } else {
-        multiply<FORM>(load_tile<FORM>(p, lane), x, sum, total);
+        multiply<FORM>(load_tile<FORM>(p, lane), x, unit, total);
     }
 }
 
@@ -236,20 +236,61 @@ template <u32 K_TILES> struct Share {
     __device__ __forceinline__ bool has(u32 i) const { return EVEN || i < count; }
 };
 
-// Eight consecutive inputs as the bf16 halves of a fragment's word; returns the sum of hi + lo.
-__device__ __forceinline__ float split8(const float (&v)[8], uint4& hi, uint4& lo) {
+// Eight consecutive inputs as the bf16 halves of a fragment's word.
+__device__ __forceinline__ void halves(const float (&v)[8], uint4& hi, uint4& lo) {
     u32 h[4], l[4];
-    float sum = 0;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         h[j] = pack_bf16(v[j], v[j + 4]);
-        const float a = bf16_low(h[j]), b = bf16_high(h[j]);
-        l[j] = pack_bf16(v[j] - a, v[j + 4] - b);
-        sum += (a + bf16_low(l[j])) + (b + bf16_high(l[j]));
+        l[j] = pack_bf16(v[j] - bf16_low(h[j]), v[j + 4] - bf16_high(h[j]));
     }
     hi = make_uint4(h[0], h[1], h[2], h[3]);
     lo = make_uint4(l[0], l[1], l[2], l[3]);
-    return sum;
+}
+
+// The larger of two magnitudes; NaN if one is.
+__device__ __forceinline__ float max_magnitude(float a, float b) {
+    float out;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(fabsf(a)), "f"(fabsf(b)));
+    return out;
+}
+__device__ __forceinline__ float reciprocal(float x) {
+    float out;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+    return out;
+}
+
+// Integers of 16 bits for the inputs of a tile, the largest of which is `most`: x = unit * integer.
+struct Scale {
+    float unit, inverse;
+    __device__ __forceinline__ explicit Scale(float most) {
+        // Integers stay below 127.5 * 256, so that both digits are signed bytes. A unit is a normal number; NaN remains.
+        const float least = 1e-30f, m = most < least ? least : most;
+        unit = __fmul_rn(m, 1.0f / 32600.0f);
+        inverse = __fmul_rn(32600.0f, reciprocal(m));
+    }
+};
+
+// Four inputs as digits: bytes of the high ones and of the low ones. Adds their integers to `sum`.
+__device__ __forceinline__ void digits4(float a, float b, float c, float d, const Scale& scale, u32& high, u32& low, int& sum) {
+    // 1.5 * 2^23 rounds to an integer; with 128 more, byte 1 is the high digit and byte 0 the low one plus 128.
+    const float magic = 12582912.0f + 128.0f;
+    const u32 i = __float_as_uint(fmaf(a, scale.inverse, magic)), j = __float_as_uint(fmaf(b, scale.inverse, magic));
+    const u32 k = __float_as_uint(fmaf(c, scale.inverse, magic)), l = __float_as_uint(fmaf(d, scale.inverse, magic));
+    const u32 ij = __byte_perm(i, j, 0x5140), kl = __byte_perm(k, l, 0x5140);  // low low high high
+    low = __byte_perm(ij, kl, 0x5410) ^ 0x80808080u;
+    high = __byte_perm(ij, kl, 0x7632);
+    sum += __dp4a((int)high, 0x01010101, 0) * 256 + __dp4a((int)low, 0x01010101, 0);
+}
+// Eight consecutive ones as a lane's words.
+__device__ __forceinline__ void digits8(const float (&v)[8], const Scale& scale, uint2& high, uint2& low, int& sum) {
+    sum = 0;
+    digits4(v[0], v[2], v[4], v[6], scale, high.x, low.x, sum);
+    digits4(v[1], v[3], v[5], v[7], scale, high.y, low.y, sum);
+}
+__device__ __forceinline__ float most_of(const float (&v)[8]) {
+    return max_magnitude(max_magnitude(max_magnitude(v[0], v[1]), max_magnitude(v[2], v[3])),
+                         max_magnitude(max_magnitude(v[4], v[5]), max_magnitude(v[6], v[7])));
 }
 
 __device__ __forceinline__ void load8(const float* p, float (&v)[8]) {
@@ -258,25 +299,38 @@ __device__ __forceinline__ void load8(const float* p, float (&v)[8]) {
     v[4] = b.x; v[5] = b.y; v[6] = b.z; v[7] = b.w;
 }
 
-// Inputs of a product in memory, ready as fragments: per row and tile 2 words x 4 lanes x (hi, lo), 16 bytes each.
-#define FRAGMENT_BYTES 256
+// Inputs of a product in memory, ready as fragments: per row and tile 4 lanes x (high, low), 16 bytes each; of bf16, 2 words
+// of those.
+template <bool AS_DIGITS> constexpr u32 FRAGMENT_BYTES = AS_DIGITS ? 128 : 256;
 
-// Fragment of four rows; `row` is the row of this lane's token (lane / 8), or negative for none.
-__device__ __forceinline__ Fragment load_fragment(const u8* fragments, long long row, u32 k_tiles, u32 tile, int lane) {
-    Fragment f;
-    f.word[0] = f.word[1] = make_uint4(0, 0, 0, 0);
-    if (row >= 0) {
-        const u8* p = fragments + ((u64)row * k_tiles + tile) * FRAGMENT_BYTES + ((lane & 3) * 2 + ((lane >> 2) & 1)) * 16;
-        f.word[0] = __ldcg((const uint4*)p);
-        f.word[1] = __ldcg((const uint4*)(p + 128));
-    }
+// Where the lane that has eight consecutive inputs writes its part of a fragment, by which eighth of the tile it is.
+template <bool AS_DIGITS> __device__ __forceinline__ u32 part_of_fragment(u32 eighth) {
+    return AS_DIGITS ? (eighth >> 1) * 32 + (eighth & 1) * 8 : (eighth & 1) * 128 + (eighth >> 1) * 32;
+}
+
+// One row's tile in shared memory: the share of the lanes of its token.
+template <bool AS_DIGITS> __device__ __forceinline__ Words<AS_DIGITS> load_staged(const u8* p, int lane) {
+    Words<AS_DIGITS> f;
+    p += ((lane & 3) * 2 + ((lane >> 2) & 1)) * 16;
+#pragma unroll
+    for (int i = 0; i < (AS_DIGITS ? 1 : 2); i++) f.word[i] = *(const uint4*)(p + i * 128);
     return f;
 }
 
-// The same of one row's tile in shared memory: this lane's token's.
-__device__ __forceinline__ Fragment load_staged(const u8* p, int lane) {
-    p += ((lane & 3) * 2 + ((lane >> 2) & 1)) * 16;
-    return Fragment{*(const uint4*)p, *(const uint4*)(p + 128)};
+// Fragment of four rows; `row` is the row of this lane's token (lane / 8), or negative for none.
+template <int FORM> __device__ __forceinline__ Fragment<FORM> load_fragment(const u8* fragments, long long row, u32 k_tiles, u32 tile, int lane) {
+    constexpr bool D = DIGITS<FORM>;
+    Fragment<FORM> f;
+    const u8* p = fragments + ((u64)(row < 0 ? 0 : row) * k_tiles + tile) * FRAGMENT_BYTES<D> + ((lane & 3) * 2 + ((lane >> 2) & 1)) * 16;
+#pragma unroll
+    for (int i = 0; i < (D ? 1 : 2); i++) f.word[i] = row < 0 ? make_uint4(0, 0, 0, 0) : __ldcg((const uint4*)(p + i * 128));
+    return f;
+}
+// Units of a row's tile; `row` is negative for none.
+template <int FORM> __device__ __forceinline__ Unit load_unit(const Unit* units, long long row, u32 k_tiles, u32 tile) {
+    if (!DIGITS<FORM> || row < 0) return Unit{0, 0};
+    const float2 u = __ldcg((const float2*)units + (u64)row * k_tiles + tile);
+    return Unit{u.x, u.y};
 }
 
 // --- inputs become fragments ---
@@ -305,19 +359,32 @@ __device__ __forceinline__ Place place(u32 tile0, u32 last, u32 width, int lane)
     return Place{tile, col, tile < last && col < width};
 }
 
-// Splits the eight inputs of every lane, times their factors, into fragments of up to four tiles.
-__device__ __forceinline__ void split_place(const Place& p, float (&v)[8], const float (&factors)[8], int lane, u8* fragments, float* sums) {
+// Makes the eight inputs of every lane, times their factors, into fragments of up to four tiles.
+template <bool AS_DIGITS>
+__device__ __forceinline__ void split_place(const Place& p, float (&v)[8], const float (&factors)[8], int lane, u8* fragments, Unit* units) {
 #pragma unroll
-    for (int i = 0; i < 8; i++) v[i] = __fmul_rn(v[i], factors[i]);  // not fused with what `split8` subtracts
-    uint4 hi, lo;
-    float sum = split8(v, hi, lo);
+    for (int i = 0; i < 8; i++) v[i] = __fmul_rn(v[i], factors[i]);  // not fused with what follows
+    u8* to = fragments + (u64)p.tile * FRAGMENT_BYTES<AS_DIGITS> + part_of_fragment<AS_DIGITS>(lane & 7);
+    if constexpr (AS_DIGITS) {
+        float most = most_of(v);
 #pragma unroll
-    for (int o = 1; o < 8; o <<= 1) sum += __shfl_xor_sync(FULL, sum, o);
-    if (p.active) {
-        u8* to = fragments + (u64)p.tile * FRAGMENT_BYTES + (lane & 1) * 128 + ((lane & 7) >> 1) * 32;
+        for (int o = 1; o < 8; o <<= 1) most = max_magnitude(most, __shfl_xor_sync(FULL, most, o));
+        const Scale scale(most);
+        uint2 high, low;
+        int sum;
+        digits8(v, scale, high, low, sum);
+#pragma unroll
+        for (int o = 1; o < 8; o <<= 1) sum += __shfl_xor_sync(FULL, sum, o);
+        if (!p.active) return;
+        *(uint2*)to = high;
+        *(uint2*)(to + 16) = low;
+        if ((lane & 7) == 0) units[p.tile] = Unit{scale.unit, __fmul_rn((float)sum, scale.unit)};
+    } else {
+        uint4 hi, lo;
+        halves(v, hi, lo);
+        if (!p.active) return;
         *(uint4*)to = hi;
         *(uint4*)(to + 16) = lo;
-        if ((lane & 7) == 0) sums[p.tile] = sum;
     }
 }
 
@@ -333,9 +400,9 @@ template <int MODE> __device__ __forceinline__ void load_factors(const float* fa
 }
 
 // Splits this warp's share of one input row into fragments; returns this lane's share of the sum of squares.
-template <int MODE>
+template <int MODE, bool AS_DIGITS>
 __device__ __forceinline__ float split_row(const float* x, u32 width, const float* factor, u32 k_tiles, u32 warp, int lane,
-                                           u8* fragments, float* sums) {
+                                           u8* fragments, Unit* units) {
     const u32 last = first_tile(warp + 1, k_tiles);
     float squares = 0;
     for (u32 tile0 = first_tile(warp, k_tiles); tile0 < last; tile0 += 4) {
@@ -345,7 +412,7 @@ __device__ __forceinline__ float split_row(const float* x, u32 width, const floa
         load_factors<MODE>(factor, p, factors);
 #pragma unroll
         for (int i = 0; i < 8; i++) squares = fmaf(v[i], v[i], squares);
-        split_place(p, v, factors, lane, fragments, sums);
+        split_place<AS_DIGITS>(p, v, factors, lane, fragments, units);
     }
     return squares;
 }
@@ -363,46 +430,85 @@ __device__ __forceinline__ float value_of_key(u32 key) { return __uint_as_float(
 // lanes has the smaller index; 0 where there is none.
 #define LANE_EXPERTS ((EXPERTS + 31) / 32)
 #define LANE_KEYS (LANE_EXPERTS <= 1 ? 1 : LANE_EXPERTS <= 2 ? 2 : LANE_EXPERTS <= 4 ? 4 : LANE_EXPERTS <= 8 ? 8 : LANE_EXPERTS <= 16 ? 16 : 32)
-__device__ __forceinline__ void top_k_of_keys(const u32 (&keys)[LANE_KEYS], int lane, u32& index, float& value) {
-    index = 0;
-    value = 0;
+#define CANDIDATES 64
+// The same one by one.
+__device__ __forceinline__ void top_k_of_many(const u32 (&keys)[LANE_KEYS], int lane, u32& index, float& value) {
     u32 taken = 0;  // a bit per key of this lane
 #pragma unroll 1
     for (int k = 0; k < TOP_K; k++) {
-        u32 best[LANE_KEYS];
-        u32 at[LANE_KEYS];
+        u32 best = 0, at = 0;
 #pragma unroll
         for (int i = 0; i < LANE_KEYS; i++) {
-            best[i] = taken >> i & 1 ? 0u : keys[i];
-            at[i] = i;
+            if ((taken >> i & 1) || keys[i] <= best) continue;
+            best = keys[i];
+            at = i;
         }
-#pragma unroll
-        for (int width = LANE_KEYS / 2; width >= 1; width /= 2)
-#pragma unroll
-            for (int i = 0; i < width; i++) {
-                // Neighbours meet, so that the left one always has the smaller index.
-                const bool right = best[2 * i + 1] > best[2 * i];
-                best[i] = right ? best[2 * i + 1] : best[2 * i];
-                at[i] = right ? at[2 * i + 1] : at[2 * i];
-            }
-        const u32 top = __reduce_max_sync(FULL, best[0]);
-        const int winner = __ffs(__ballot_sync(FULL, best[0] == top)) - 1;
-        const u32 found = winner * LANE_EXPERTS + __shfl_sync(FULL, at[0], winner);
-        if (lane == winner) taken |= 1u << at[0];
+        const u32 top = __reduce_max_sync(FULL, best);
+        const int winner = __ffs(__ballot_sync(FULL, best == top)) - 1;
+        const u32 found = winner * LANE_EXPERTS + __shfl_sync(FULL, at, winner);
+        if (lane == winner) taken |= 1u << at;
         if (lane == k) {
             index = min(found, (u32)EXPERTS - 1);
             value = value_of_key(top);
         }
     }
 }
+// Few keys are at least as large as the TOP_K-th largest of the lanes' largest: these are ranked by counting. `scratch`: CANDIDATES
+// and TOP_K more, of this warp.
+__device__ __forceinline__ void top_k_of_keys(const u32 (&keys)[LANE_KEYS], int lane, u64* scratch, u32& index, float& value) {
+    u32 best[LANE_KEYS], least = 0;
+#pragma unroll
+    for (int i = 0; i < LANE_KEYS; i++) best[i] = keys[i];
+#pragma unroll
+    for (int width = LANE_KEYS / 2; width >= 1; width /= 2)
+#pragma unroll
+        for (int i = 0; i < width; i++) best[i] = max(best[i], best[i + width]);
+#pragma unroll
+    for (int k = 0; k < TOP_K; k++) {
+        least = __reduce_max_sync(FULL, best[0]);
+        best[0] = best[0] == least ? 0u : best[0];
+    }
+    u32 n = 0;
+#pragma unroll
+    for (int i = 0; i < LANE_KEYS; i++) {
+        const bool is = keys[i] >= least;
+        const u32 who = __ballot_sync(FULL, is), at = n + __popc(who & ((1u << lane) - 1));
+        // Larger keys first, of equal ones the smaller index.
+        if (is && at < CANDIDATES) scratch[at] = (u64)keys[i] << 32 | (u32)~(lane * LANE_EXPERTS + i);
+        n += __popc(who);
+    }
+    index = 0;
+    value = 0;
+    if (n > CANDIDATES) {
+        top_k_of_many(keys, lane, index, value);
+        return;
+    }
+    __syncwarp();
+    u64* chosen = scratch + CANDIDATES;
+#pragma unroll 1
+    for (u32 i = lane; i < n; i += 32) {
+        const u64 mine = scratch[i];
+        u32 rank = 0;
+#pragma unroll 4
+        for (u32 j = 0; j < n; j++) rank += scratch[j] > mine;
+        if (rank < TOP_K) chosen[rank] = mine;
+    }
+    __syncwarp();
+    if (lane < TOP_K) {
+        const u64 mine = chosen[lane];
+        index = min(~(u32)mine, (u32)EXPERTS - 1);
+        value = value_of_key((u32)(mine >> 32));
+    }
+    __syncwarp();
+}
 
 // The same of logits in memory.
-__device__ __forceinline__ void warp_top_k(const float* logits, int lane, u32& index, float& value) {
+__device__ __forceinline__ void warp_top_k(const float* logits, int lane, u64* scratch, u32& index, float& value) {
     u32 keys[LANE_KEYS];
 #pragma unroll
     for (int i = 0; i < LANE_KEYS; i++)
         keys[i] = i < LANE_EXPERTS && lane * LANE_EXPERTS + i < EXPERTS ? order_key(__ldcg(logits + lane * LANE_EXPERTS + i)) : 0u;
-    top_k_of_keys(keys, lane, index, value);
+    top_k_of_keys(keys, lane, scratch, index, value);
 }
 
 // Weights of the chosen experts: softmax over all, renormalised over the chosen, is softmax over the chosen.

@@ -11,9 +11,8 @@ template <int FORM> __device__ __forceinline__ float element(const Matrix& w, u3
         const u32 scale = *(const u32*)(tile + 512 + g * 8 + high * 4);
         return bf16_low(scale) * (float)(codes >> (4 * j) & 15) + bf16_high(scale);
     } else if constexpr (FORM == Q8) {
-        // Two words a row and half: codes 0 1 4 5, then 2 3 6 7.
-        const u32 half = j / 2 % 2, byte = j % 2 + j / 4 * 2;
-        const u32 codes = tile[word * 512 + lane * 16 + high * 8 + half * 4 + byte];
+        // Two words a row and half: codes 0 2 4 6, then 1 3 5 7.
+        const u32 codes = tile[word * 512 + lane * 16 + high * 8 + j % 2 * 4 + j / 2];
         const u32 scale = *(const u32*)(tile + 1024 + g * 8 + high * 4);
         return bf16_low(scale) * (float)codes + bf16_high(scale);
     } else {

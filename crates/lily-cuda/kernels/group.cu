@@ -81,9 +81,10 @@ __device__ __forceinline__ void bring(Ring& ring, const D& deal, const Work* wor
 
 // Up to four pairs of an expert as one lane sees them: one is its column of B, another its column of the result.
 struct Pairs {
-    u32 column, token;
+    u32 column, token, expert;
     bool has_column, has_token;
     __device__ __forceinline__ Pairs(const Work& w, const u32* pairs, int lane) {
+        expert = w.expert;
         has_column = (lane >> 3) < w.count;
         has_token = (lane & 3) < w.count;
         column = has_column ? __ldcg(pairs + w.first + (lane >> 3)) : 0;
@@ -93,9 +94,40 @@ struct Pairs {
 
 // A warp's share of their inputs.
 template <u32 MOST> struct Inputs {
-    Fragment f[MOST];
-    float sum[MOST];
+    Fragment<Q4> f[MOST];
+    Unit unit[MOST];
 };
+
+// The 64 inputs of a tile, those of this lane's pair (lane / 8), as `split_place` would make them; `unit` is that of pair lane % 4.
+// Both lanes of a column, which differ in the digit that they have, make all digits.
+__device__ __forceinline__ void make_fragment(const float* x, bool has, int lane, Fragment<Q4>& f, Unit& unit) {
+    float v[2][8] = {};
+    if (has) {
+        load8(x + (lane & 3) * 16, v[0]);
+        load8(x + (lane & 3) * 16 + 8, v[1]);
+    }
+    float most = max_magnitude(most_of(v[0]), most_of(v[1]));
+#pragma unroll
+    for (int o = 1; o < 4; o <<= 1) most = max_magnitude(most, __shfl_xor_sync(FULL, most, o));
+    const Scale scale(most);
+    int sum = 0;
+    u32 words[4];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        uint2 high, low;
+        int part;
+        digits8(v[h], scale, high, low, part);
+        sum += part;
+        words[2 * h] = lane & 4 ? low.x : high.x;
+        words[2 * h + 1] = lane & 4 ? low.y : high.y;
+    }
+    f.word[0] = make_uint4(words[0], words[1], words[2], words[3]);
+#pragma unroll
+    for (int o = 1; o < 4; o <<= 1) sum += __shfl_xor_sync(FULL, sum, o);
+    const float mine = __fmul_rn((float)sum, scale.unit);
+    unit.unit = __shfl_sync(FULL, scale.unit, (lane & 3) * 8);
+    unit.sum = __shfl_sync(FULL, mine, (lane & 3) * 8);
+}
 
 // A warp's part of one row block's products.
 template <u32 MOST>
@@ -103,7 +135,7 @@ __device__ __forceinline__ void multiply_strip(const u8* tiles, u32 count, const
     float total[2] = {0, 0};
 #pragma unroll
     for (u32 k = 0; k < MOST; k++)
-        if (k < count) multiply_at<Q4>(tiles + k * tile_bytes<Q4>(), lane, in.f[k], in.sum[k], total);
+        if (k < count) multiply_at<Q4>(tiles + k * tile_bytes<Q4>(), lane, in.f[k], in.unit[k], total);
     part[lane] = total[0];
     part[lane + 32] = total[1];
 }
@@ -114,11 +146,10 @@ __device__ __forceinline__ void warp_arrive(u64* bar, int lane) {
     if (lane == 0) barrier_arrive(bar);
 }
 
-// SiLU(gate x) * (up x) of every pair as fragments: middle, [pairs, MIDDLE_TILES], with the sum of every eight values in
-// `middle_sums`, [pairs, MIDDLE / 8]. A strip is one row block.
+// middle[pair] = SiLU(gate x) * (up x). A strip is one row block.
 extern "C" __global__ void __launch_bounds__(GROUP_THREADS, 2)
 gate_up_group_q4(const u8* experts, const u8* shared_expert, const Work* work, const u32* counts, const u32* pairs,
-                 const u8* fragments, const float* sums, const float* scale, u8* middle, float* middle_sums) {
+                 const u8* fragments, const Unit* units, const float* scale, float* middle) {
     constexpr u32 MOST = Share<HIDDEN_TILES>::MOST, STRIP = HIDDEN_TILES * tile_bytes<Q4>();
     __shared__ Ring ring;
     __shared__ float parts[PARTS][WARPS][PART];
@@ -145,7 +176,7 @@ gate_up_group_q4(const u8* experts, const u8* shared_expert, const Work* work, c
 #pragma unroll 1
             for (; i < until; i++, k++) {
                 barrier_wait(&ring.summed[k % PARTS], k / PARTS & 1);
-                // Eight lanes a pair: its eight values become a word of a fragment.
+                // Eight lanes a pair.
                 const u32 r = lane % 8, block = i - first;
                 const float* p = parts[k % PARTS][0] + r * 4 + lane / 8;
                 float gate = 0, up = 0;
@@ -155,30 +186,17 @@ gate_up_group_q4(const u8* experts, const u8* shared_expert, const Work* work, c
                     up += p[w * PART + 32];
                 }
                 warp_arrive(&ring.added[k % PARTS], lane);
-                const float v = swiglu(gate, up, row_scale), v4 = __shfl_xor_sync(FULL, v, 4);
-                // As `split8` and `split_place` do it, a pair (r, r + 4) in each of four lanes.
-                const u32 hi = pack_bf16(v, v4);
-                const float a = bf16_low(hi), b = bf16_high(hi);
-                const u32 lo = pack_bf16(v - a, v4 - b);
-                const float both = (a + bf16_low(lo)) + (b + bf16_high(lo));
-                float sum = 0;
-#pragma unroll
-                for (int j = 0; j < 4; j++) sum += __shfl_sync(FULL, both, (lane & 24) + j);
-                if (of.has_column && r < 4) {
-                    u8* to = middle + ((u64)of.column * MIDDLE_TILES + block / 8) * FRAGMENT_BYTES + (block & 1) * 128 + (block % 8 / 2) * 32;
-                    *(u32*)(to + r * 4) = hi;
-                    *(u32*)(to + 16 + r * 4) = lo;
-                    if (r == 0) middle_sums[(u64)of.column * (MIDDLE_TILES * 8) + block] = sum;
-                }
+                const u32 width = of.expert == EXPERTS ? SHARED_WIDTH : EXPERT_WIDTH;
+                if (of.has_column && block * 8 + r < width) middle[(u64)of.column * (MIDDLE) + block * 8 + r] = swiglu(gate, up, row_scale);
             }
             continue;
         }
         Inputs<MOST> in;
 #pragma unroll
         for (u32 t = 0; t < MOST; t++) {
-            in.f[t] = load_fragment(fragments, of.has_column && t < mine.count ? (long long)(of.column / SLOTS) : -1, HIDDEN_TILES,
-                                    mine.first + t, lane);
-            in.sum[t] = of.has_token && t < mine.count ? __ldcg(sums + (u64)(of.token / SLOTS) * HIDDEN_TILES + mine.first + t) : 0.0f;
+            const bool has = t < mine.count;
+            in.f[t] = load_fragment<Q4>(fragments, of.has_column && has ? (long long)(of.column / SLOTS) : -1, HIDDEN_TILES, mine.first + t, lane);
+            in.unit[t] = load_unit<Q4>(units, of.has_token && has ? (long long)(of.token / SLOTS) : -1, HIDDEN_TILES, mine.first + t);
         }
 #pragma unroll 1
         for (; i < until; i++, k++) {
@@ -197,7 +215,7 @@ gate_up_group_q4(const u8* experts, const u8* shared_expert, const Work* work, c
 // expanded[pair] = down middle[pair]. A strip is DOWN_GROUP row blocks.
 extern "C" __global__ void __launch_bounds__(GROUP_THREADS, 2)
 down_group_q4(const u8* experts, const u8* shared_expert, const Work* work, const u32* counts, const u32* pairs,
-              const u8* middle, const float* middle_sums, float* expanded) {
+              const float* middle, float* expanded) {
     constexpr u32 MOST = Share<MIDDLE_TILES>::MOST, STAGE = DOWN_GROUP * MIDDLE_TILES * tile_bytes<Q4>();
     __shared__ Ring ring;
     constexpr u32 SLOTS_OF_PARTS = PARTS / DOWN_GROUP;
@@ -259,24 +277,17 @@ down_group_q4(const u8* experts, const u8* shared_expert, const Work* work, cons
         Inputs<MOST> in;
 #pragma unroll
         for (u32 t = 0; t < MOST; t++) {
-            in.f[t] = load_fragment(middle, of.has_column && t < count ? (long long)of.column : -1, MIDDLE_TILES, tile + t, lane);
-            in.sum[t] = 0;
-            if (of.has_token && t < count) {
-                // In the order in which `split_place` adds the sums of eight values.
-                const float4* p = (const float4*)(middle_sums + ((u64)of.token * MIDDLE_TILES + tile + t) * 8);
-                const float4 a = __ldcg(p), b = __ldcg(p + 1);
-                in.sum[t] = ((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w));
-            }
+            make_fragment(middle + (u64)of.column * (MIDDLE) + (tile + t) * TILE_COLS, of.has_column && t < count, lane, in.f[t], in.unit[t]);
         }
 #pragma unroll 1
         for (; i < until; i++, k++) {
-            const u32 units = row_blocks(i - first), slot = k % SLOTS_OF_PARTS;
+            const u32 blocks = row_blocks(i - first), slot = k % SLOTS_OF_PARTS;
             const u8* strip = shared + k % RING * STAGE + tile * tile_bytes<Q4>();
             if (k >= SLOTS_OF_PARTS) barrier_wait(&ring.added[slot], (k / SLOTS_OF_PARTS - 1) & 1);
             barrier_wait(&ring.full[k % RING], k / RING & 1);
 #pragma unroll
             for (u32 u = 0; u < DOWN_GROUP; u++)
-                if (u < units) multiply_strip<MOST>(strip + u * bytes, count, in, lane, parts[slot][u][warp]);
+                if (u < blocks) multiply_strip<MOST>(strip + u * bytes, count, in, lane, parts[slot][u][warp]);
             __syncwarp();
             if (lane == 0) {
                 barrier_arrive(&ring.empty[k % RING]);

@@ -107,30 +107,47 @@ __device__ u32 first_broken(const float* x, u32 rows, u32 width) {
     return block_min(at == ~0ull ? NONE : (u32)(at / width));
 }
 
-// Largest of a row of logits, and the smallest token that has it.
-__device__ u32 greatest(const float* x) {
+// The largest of a row's logits [begin, end), the smallest token that has it, and whether one is not finite. `begin` is a multiple
+// of four.
+__device__ Best greatest(const float* x, u32 begin, u32 end) {
     float value = -INFINITY;
     u32 token = NONE;
+    bool broken = false;
     auto see = [&](float v, u32 i) {
         if (v > value) {
             value = v;
             token = i;
         }
     };
-    constexpr u32 VECTORS = VOCAB % 4 == 0 ? VOCAB : 0;
+    const u32 vectors = VOCAB % 4 == 0 ? end / 4 * 4 : begin;
 #pragma unroll 4
-    for (u32 i = threadIdx.x * 4; i < VECTORS; i += DRAW_THREADS * 4) {
+    for (u32 i = begin + threadIdx.x * 4; i < vectors; i += DRAW_THREADS * 4) {
         const float4 v = __ldcg((const float4*)(x + i));
+        // Zero times what is not finite is NaN, which is not equal to anything.
+        broken |= (v.x * 0.0f + v.y * 0.0f) + (v.z * 0.0f + v.w * 0.0f) != 0.0f;
         see(v.x, i);
         see(v.y, i + 1);
         see(v.z, i + 2);
         see(v.w, i + 3);
     }
-    for (u32 i = VECTORS + threadIdx.x; i < VOCAB; i += DRAW_THREADS) see(__ldcg(x + i), i);
+    for (u32 i = vectors + threadIdx.x; i < end; i += DRAW_THREADS) {
+        const float v = __ldcg(x + i);
+        broken |= !isfinite(v);
+        see(v, i);
+    }
     double best;
     u32 winner;
     block_best(value, token, best, winner);
-    return winner;
+    return Best{(float)best, winner, (u32)__syncthreads_or(broken), 0};
+}
+
+// The same of parts of the logits of every row that has some. Grid: (parts, rows of the step); best: [rows, parts].
+extern "C" __global__ void __launch_bounds__(DRAW_THREADS) bests(const Row* rows, const float* logits, Best* best) {
+    launch_dependents();
+    wait_for_inputs();
+    const u32 per = ((VOCAB + 3) / 4 + gridDim.x - 1) / gridDim.x * 4, begin = min((u32)VOCAB, blockIdx.x * per);
+    const Best b = greatest(logits + (u64)rows[blockIdx.y].logits * VOCAB, begin, min((u32)VOCAB, begin + per));
+    if (threadIdx.x == 0) best[blockIdx.y * gridDim.x + blockIdx.x] = b;
 }
 
 // Logits as bias, penalties, mask and temperature leave them. `seen`: a word per token of scratch.
@@ -305,14 +322,15 @@ __device__ u32 draw(const Draw& d, const float* x, u64 position) {
 }
 
 // One block a segment: looks for faults, draws, and leaves the token for the next step and for the host. `best`: the largest
-// logit of each block of `logits_*`, if `blocks` > 0.
+// logit of each of `parts` of a segment's row, if `parts` > 0.
 extern "C" __global__ void __launch_bounds__(DRAW_THREADS)
-finish(const Segment* segments, const Row* rows, const float* x, const float* logits, const Best* best, u32 blocks, const Draw* draws,
+finish(const Segment* segments, const Row* rows, const float* x, const float* logits, const Best* best, u32 parts, const Draw* draws,
        const Bias* biases, const u32* masks, const u32* history, u64 history_stride, u32* seen, float* adjusted, u32* sampled,
        Result* results) {
     launch_dependents();
     wait_for_inputs();
     const Segment s = segments[blockIdx.x];
+    best += blockIdx.x * parts;
     u32 broken = first_broken(x + (u64)s.first * HIDDEN, s.rows, HIDDEN);
     if (broken != NONE) broken += s.start;
     const float* mine = nullptr;
@@ -321,8 +339,8 @@ finish(const Segment* segments, const Row* rows, const float* x, const float* lo
         mine = logits + (u64)rows[last].logits * VOCAB;
         if (broken == NONE) {
             u32 at = NONE;
-            if (blocks) {
-                for (u32 i = threadIdx.x; i < blocks; i += DRAW_THREADS)
+            if (parts) {
+                for (u32 i = threadIdx.x; i < parts; i += DRAW_THREADS)
                     if (__ldcg(&best[i].broken)) at = 0;
                 at = block_min(at);
             } else {
@@ -335,9 +353,9 @@ finish(const Segment* segments, const Row* rows, const float* x, const float* lo
     if (s.sample && broken == NONE) {
         const Draw d = draws[blockIdx.x];
         const u32 length = s.start + s.rows;
-        if (d.plain && blocks) {
+        if (d.plain && parts) {
             double value = -INFINITY, top;
-            for (u32 i = threadIdx.x; i < blocks; i += DRAW_THREADS) {
+            for (u32 i = threadIdx.x; i < parts; i += DRAW_THREADS) {
                 const float v = __ldcg(&best[i].value);
                 const u32 row = __ldcg(&best[i].row);
                 if (v > value || (v == value && row < token)) {
@@ -347,7 +365,7 @@ finish(const Segment* segments, const Row* rows, const float* x, const float* lo
             }
             block_best(value, token, top, token);
         } else if (d.plain) {
-            token = greatest(mine);
+            token = greatest(mine, 0, VOCAB).row;
         } else {
             float* out = adjusted + (u64)blockIdx.x * VOCAB;
             adjust(d, mine, history + s.slot * history_stride, length, biases, masks, seen + (u64)blockIdx.x * VOCAB, out);

@@ -3,16 +3,18 @@
 // Fragments of every row of x, [rows, stride], of which `width` are inputs; one block a row. NORMED: `factor` is the gain and
 // `scale` gets 1 / rms. HEAD_NORMED: `factor` are the partial sums of squares, [rows, VALUE_HEADS, VALUE_SPLIT].
 template <int MODE>
-__device__ __forceinline__ void prepare(const float* x, u32 stride, u32 width, const float* factor, u32 k_tiles, u8* fragments,
-                                        float* sums, float* scale) {
+__device__ __forceinline__ void prepare(const float* x, u32 stride, u32 width, const float* factor, u32 k_tiles, u32 as_digits,
+                                        u8* fragments, Unit* units, float* scale) {
     __shared__ float squares[WARPS];
     launch_dependents();
     wait_for_inputs();
     const u64 row = blockIdx.x;
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (MODE == HEAD_NORMED) factor += row * VALUE_HEADS * VALUE_SPLIT;
-    float s = split_row<MODE>(x + row * stride, width, factor, k_tiles, warp, lane, fragments + row * k_tiles * FRAGMENT_BYTES,
-                              sums + row * k_tiles);
+    const float* from = x + row * stride;
+    const u64 tile = row * k_tiles;
+    float s = as_digits ? split_row<MODE, true>(from, width, factor, k_tiles, warp, lane, fragments + tile * FRAGMENT_BYTES<true>, units + tile)
+                        : split_row<MODE, false>(from, width, factor, k_tiles, warp, lane, fragments + tile * FRAGMENT_BYTES<false>, units + tile);
     if constexpr (MODE == NORMED) {
         s = warp_sum(s);
         if (lane == 0) squares[warp] = s;
@@ -27,8 +29,9 @@ __device__ __forceinline__ void prepare(const float* x, u32 stride, u32 width, c
 
 #define PREPARE(name, mode)                                                                                                \
     extern "C" __global__ void __launch_bounds__(THREADS) name(const float* x, u32 stride, u32 width, const float* factor, \
-                                                               u32 k_tiles, u8* fragments, float* sums, float* scale) {    \
-        prepare<mode>(x, stride, width, factor, k_tiles, fragments, sums, scale);                                          \
+                                                               u32 k_tiles, u32 as_digits, u8* fragments, Unit* units,     \
+                                                               float* scale) {                                             \
+        prepare<mode>(x, stride, width, factor, k_tiles, as_digits, fragments, units, scale);                              \
     }
 PREPARE(prepare_plain, AS_IS)
 PREPARE(prepare_norm, NORMED)
@@ -40,7 +43,7 @@ template <int FORM> __device__ __forceinline__ const u8* tile_at(const Matrix& w
 
 // y[token, row] = scale[token] * W x, or added to y. A block takes R row blocks and 4 NT tokens.
 template <int FORM, int R, int NT>
-__device__ __forceinline__ void matmul(Matrix w, const u8* fragments, const float* sums, const float* scale, float* y, u32 tokens,
+__device__ __forceinline__ void matmul(Matrix w, const u8* fragments, const Unit* units, const float* scale, float* y, u32 tokens,
                                        u32 stride, u32 add) {
     __shared__ float partial[WARPS][R * TILE_ROWS * NT * 4];
     launch_dependents();
@@ -63,23 +66,23 @@ __device__ __forceinline__ void matmul(Matrix w, const u8* fragments, const floa
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) {
             if (tile0 + i >= last) continue;
-            Fragment x[NT];
-            float sum[NT];
+            Fragment<FORM> x[NT];
+            Unit unit[NT];
 #pragma unroll
             for (int n = 0; n < NT; n++) {
                 const u32 column = token0 + n * 4 + (lane >> 3), token = token0 + n * 4 + (lane & 3);
-                x[n] = load_fragment(fragments, column < tokens ? (long long)column : -1, w.k_tiles, tile0 + i, lane);
-                sum[n] = token < tokens ? __ldcg(sums + (u64)token * w.k_tiles + tile0 + i) : 0.0f;
+                x[n] = load_fragment<FORM>(fragments, column < tokens ? (long long)column : -1, w.k_tiles, tile0 + i, lane);
+                unit[n] = load_unit<FORM>(units, token < tokens ? (long long)token : -1, w.k_tiles, tile0 + i);
             }
 #pragma unroll
             for (int r = 0; r < R; r++) {
 #pragma unroll
-                for (int n = 0; n < NT; n++) multiply<STORED>(a[r][i], x[n], sum[n], total[r][n]);
+                for (int n = 0; n < NT; n++) multiply<STORED>(a[r][i], x[n], unit[n], total[r][n]);
                 if constexpr (FORM == BF16X2) {
                     const u8* p = tile_at<FORM>(w, min(block0 + r, blocks - 1), tile0 + i) + 2048;
                     const Tile<BF16> low = load_tile<BF16>(p, lane);
 #pragma unroll
-                    for (int n = 0; n < NT; n++) multiply<BF16>(low, x[n], sum[n], total[r][n]);
+                    for (int n = 0; n < NT; n++) multiply<BF16>(low, x[n], unit[n], total[r][n]);
                 }
             }
         }
@@ -106,9 +109,9 @@ __device__ __forceinline__ void matmul(Matrix w, const u8* fragments, const floa
 }
 
 #define MATMUL(name, form, r, nt)                                                                                          \
-    extern "C" __global__ void __launch_bounds__(THREADS) name(Matrix w, const u8* fragments, const float* sums,           \
+    extern "C" __global__ void __launch_bounds__(THREADS) name(Matrix w, const u8* fragments, const Unit* units,           \
                                                                const float* scale, float* y, u32 tokens, u32 stride, u32 add) { \
-        matmul<form, r, nt>(w, fragments, sums, scale, y, tokens, stride, add);                                            \
+        matmul<form, r, nt>(w, fragments, units, scale, y, tokens, stride, add);                                            \
     }
 #define MATMULS(suffix, form)                \
     MATMUL(matmul_##suffix##_1x1, form, 1, 1) \

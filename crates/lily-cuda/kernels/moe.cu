@@ -6,9 +6,10 @@
 // Chooses experts for every row and groups the pairs (row, slot) by expert. One block of 1,024 threads.
 // weights: [rows, SLOTS]; chosen: scratch, [rows, TOP_K]; pairs: row * SLOTS + slot, by expert, those of the shared one last;
 // work: pieces of up to `group` pairs in the same order, counts[0] in all, counts[1] of routed experts.
-extern "C" __global__ void __launch_bounds__(1024)
+extern "C" __global__ void __launch_bounds__(1024, 1)
 route(const float* logits, u32 rows, u32 group, float* weights, u32* chosen, u32* pairs, Work* work, u32* counts) {
     __shared__ u32 size[EXPERTS], start[EXPERTS], sizes[32], pieces[32];
+    __shared__ u64 scratch[32][CANDIDATES + TOP_K];
     launch_dependents();
     const u32 tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
     if (tid < EXPERTS) size[tid] = 0;
@@ -19,7 +20,7 @@ route(const float* logits, u32 rows, u32 group, float* weights, u32* chosen, u32
         u32 index;
         float value;
         const float* l = logits + (u64)row * ROUTER_ROWS;
-        warp_top_k(l, lane, index, value);
+        warp_top_k(l, lane, scratch[warp], index, value);
         if (lane < TOP_K) {
             atomicAdd(&size[index], 1);
             if (row == warp) mine = index;
@@ -64,7 +65,7 @@ route(const float* logits, u32 rows, u32 group, float* weights, u32* chosen, u32
 // A warp's tiles of one row block for up to GROUP pairs; fragments' row of pair i is rows[i] (in shared memory). Four tiles
 // are on their way at a time.
 template <int FORM>
-__device__ __forceinline__ void multiply_group(const u8* tiles, u32 k_tiles, const u8* fragments, const float* sums, u32 row_tiles,
+__device__ __forceinline__ void multiply_group(const u8* tiles, u32 k_tiles, const u8* fragments, const Unit* units, u32 row_tiles,
                                                const u32* rows, u32 count, u32 warp, int lane, float (&total)[4][2]) {
     constexpr int AHEAD = FORM == Q4 ? 4 : 1, STORED = FORM == BF16X2 ? BF16 : FORM;
     const u32 last = first_tile(warp + 1, k_tiles);
@@ -78,15 +79,15 @@ __device__ __forceinline__ void multiply_group(const u8* tiles, u32 k_tiles, con
             if (n * 4 >= count) continue;
             const u32 column = n * 4 + (lane >> 3), token = n * 4 + (lane & 3);
             const long long row = column < count ? (long long)rows[column] : -1;
-            const float* sum_row = sums + (u64)(token < count ? rows[token] : 0) * row_tiles;
+            const long long unit_row = token < count ? (long long)rows[token] : -1;
 #pragma unroll
             for (int i = 0; i < AHEAD; i++) {
                 if (tile0 + i >= last) continue;
-                const Fragment x = load_fragment(fragments, row, row_tiles, tile0 + i, lane);
-                const float sum = token < count ? __ldcg(sum_row + tile0 + i) : 0.0f;
-                multiply<STORED>(w[i], x, sum, total[n]);
+                const Fragment<FORM> x = load_fragment<FORM>(fragments, row, row_tiles, tile0 + i, lane);
+                const Unit unit = load_unit<FORM>(units, unit_row, row_tiles, tile0 + i);
+                multiply<STORED>(w[i], x, unit, total[n]);
                 if constexpr (FORM == BF16X2)
-                    multiply<BF16>(load_tile<BF16>(tiles + (u64)(tile0 + i) * tile_bytes<FORM>() + 2048, lane), x, sum, total[n]);
+                    multiply<BF16>(load_tile<BF16>(tiles + (u64)(tile0 + i) * tile_bytes<FORM>() + 2048, lane), x, unit, total[n]);
             }
         }
     }
@@ -103,7 +104,7 @@ __device__ __forceinline__ void store_totals(float (*partial)[GROUP][TILE_ROWS],
 // middle[pair] = SiLU(gate x) * (up x). Grid: (row blocks, any): blocks of y stride over the pieces of work.
 template <int FORM>
 __device__ __forceinline__ void gate_up(const u8* experts, const u8* shared_expert, const Work* work, const u32* counts,
-                                        const u32* pairs, const u8* fragments, const float* sums, const float* scale, float* middle) {
+                                        const u32* pairs, const u8* fragments, const Unit* units, const float* scale, float* middle) {
     __shared__ float partial[WARPS][GROUP][TILE_ROWS];
     __shared__ u32 rows[GROUP], mine[GROUP];
     launch_dependents();
@@ -121,7 +122,7 @@ __device__ __forceinline__ void gate_up(const u8* experts, const u8* shared_expe
         constexpr u64 STRIP = HIDDEN_TILES * tile_bytes<FORM>();
         const u8* tiles = w.expert == EXPERTS ? shared_expert + block * STRIP : experts + ((u64)w.expert * GATE_UP_BLOCKS + block) * STRIP;
         float total[4][2] = {};
-        multiply_group<FORM>(tiles, HIDDEN_TILES, fragments, sums, HIDDEN_TILES, rows, w.count, warp, lane, total);
+        multiply_group<FORM>(tiles, HIDDEN_TILES, fragments, units, HIDDEN_TILES, rows, w.count, warp, lane, total);
         store_totals(partial, warp, lane, total);
         __syncthreads();
         for (u32 j = threadIdx.x; j < w.count * 8; j += THREADS) {
@@ -140,7 +141,7 @@ __device__ __forceinline__ void gate_up(const u8* experts, const u8* shared_expe
 // expanded[pair] = down middle[pair]. Grid as `gate_up`.
 template <int FORM>
 __device__ __forceinline__ void down(const u8* experts, const u8* shared_expert, const Work* work, const u32* counts,
-                                     const u32* pairs, const u8* fragments, const float* sums, float* expanded) {
+                                     const u32* pairs, const u8* fragments, const Unit* units, float* expanded) {
     __shared__ float partial[WARPS][GROUP][TILE_ROWS];
     __shared__ u32 mine[GROUP];
     launch_dependents();
@@ -155,7 +156,7 @@ __device__ __forceinline__ void down(const u8* experts, const u8* shared_expert,
         const u64 strip = (is_shared ? SHARED_TILES : EXPERT_TILES) * tile_bytes<FORM>();
         const u8* tiles = is_shared ? shared_expert + block * strip : experts + ((u64)w.expert * HIDDEN_BLOCKS + block) * strip;
         float total[4][2] = {};
-        multiply_group<FORM>(tiles, is_shared ? SHARED_TILES : EXPERT_TILES, fragments, sums, MIDDLE_TILES, mine, w.count, warp, lane, total);
+        multiply_group<FORM>(tiles, is_shared ? SHARED_TILES : EXPERT_TILES, fragments, units, MIDDLE_TILES, mine, w.count, warp, lane, total);
         store_totals(partial, warp, lane, total);
         __syncthreads();
         for (u32 j = threadIdx.x; j < w.count * TILE_ROWS; j += THREADS) {
@@ -183,13 +184,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) add_experts(const float* w
 #define MOE(suffix, form)                                                                                                     \
     extern "C" __global__ void __launch_bounds__(THREADS, 2) gate_up_##suffix(                                                   \
         const u8* experts, const u8* shared_expert, const Work* work, const u32* counts, const u32* pairs, const u8* fragments, \
-        const float* sums, const float* scale, float* middle) {                                                               \
-        gate_up<form>(experts, shared_expert, work, counts, pairs, fragments, sums, scale, middle);                           \
+        const Unit* units, const float* scale, float* middle) {                                                               \
+        gate_up<form>(experts, shared_expert, work, counts, pairs, fragments, units, scale, middle);                           \
     }                                                                                                                         \
     extern "C" __global__ void __launch_bounds__(THREADS, 2) down_##suffix(                                                      \
         const u8* experts, const u8* shared_expert, const Work* work, const u32* counts, const u32* pairs, const u8* fragments, \
-        const float* sums, float* expanded) {                                                                                 \
-        down<form>(experts, shared_expert, work, counts, pairs, fragments, sums, expanded);                                   \
+        const Unit* units, float* expanded) {                                                                                 \
+        down<form>(experts, shared_expert, work, counts, pairs, fragments, units, expanded);                                   \
     }
 MOE(q4, Q4)
 MOE(q8, Q8)

@@ -62,7 +62,7 @@ impl Clusters {
     /// shared memory one by one.
     fn cut(&self, blocks: u32, k_tiles: u32, tile: u32, tokens: u32) -> Option<Cut> {
         let share = k_tiles.div_ceil(CLUSTER);
-        let inputs = tokens * share * (256 + 4);
+        let inputs = tokens * share * (128 + 8);
         // Few row blocks make few clusters, in which every warp has one.
         let clusters = if blocks < 2 * self.most { blocks.div_ceil(WARPS) } else { self.most };
         let own = blocks.div_ceil(clusters);
@@ -108,7 +108,7 @@ impl Device {
             factor,
             p.y.address(),
             kept(&b.fragments),
-            kept(&b.sums),
+            kept(&b.units),
             kept(&b.scale),
             pair(mode, p.rows),
             pair(p.w.rows, u32::from(p.add)),
@@ -134,11 +134,11 @@ mod tests {
     #[test]
     fn the_real_projection_is_brought_at_once_and_the_head_in_rounds() {
         let cut = |blocks, tokens| H200.cut(blocks, 32, 576, tokens);
-        let projection = Cut { clusters: 16, per: 49, rounds: 1, shared: 49 * 2304 + 56 * 512 + 8 * 4 * 260 };
+        let projection = Cut { clusters: 16, per: 49, rounds: 1, shared: 49 * 2304 + 56 * 512 + 8 * 4 * 136 };
         assert_eq!(cut(772, 8), Some(projection));
         let rounds = |cut: Option<Cut>| cut.map(|c| (c.per, c.rounds));
         assert_eq!(rounds(cut(772, 32)), Some((25, 2)));
-        assert_eq!(rounds(cut(15_520, 32)), Some((21, 47)));
+        assert_eq!(rounds(cut(15_520, 32)), Some((24, 41)));
     }
 
     #[test]
@@ -146,7 +146,7 @@ mod tests {
         let router = H200.cut(17, 32, 1088, 8);
         assert_eq!(
             router,
-            Some(Cut { clusters: 3, per: 6, rounds: 1, shared: 6 * 4352 + 8 * 512 + 8 * 4 * 260 })
+            Some(Cut { clusters: 3, per: 6, rounds: 1, shared: 6 * 4352 + 8 * 512 + 8 * 4 * 136 })
         );
         assert_eq!(H200.cut(100, 8192, 1088, 32), None);
     }

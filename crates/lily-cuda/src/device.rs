@@ -6,8 +6,9 @@ use std::sync::Arc;
 use lily_model::config::Config;
 use lily_model::weights::Weights;
 
+use crate::buffers::Buffers;
 use crate::driver::{Args, Context, DriverError, Shape, Traffic};
-use crate::forward::{Buffers, Device, GroupSizes, flash_shared};
+use crate::forward::{Device, GroupSizes, flash_shared};
 use crate::kernels::Kernels;
 use crate::state::{self, Capacity, PAGE, State};
 use crate::step::{Layout, Plan};

@@ -477,6 +477,8 @@ pub struct Module {
 
 // SAFETY: a handle that the driver lets any thread use.
 unsafe impl Send for Module {}
+// SAFETY: as above; the driver locks.
+unsafe impl Sync for Module {}
 
 /// A kernel of a module that lives as long as the backend.
 #[derive(Clone, Copy)]
@@ -485,6 +487,18 @@ pub struct Function(sys::CUfunction);
 impl Function {
     /// What a stand-in launches.
     pub const NONE: Self = Self(ptr::null_mut());
+
+    /// Registers and bytes of local memory of a thread. Not for [`Self::NONE`].
+    pub fn resources(self) -> Result<(u32, u32), DriverError> {
+        let attribute = |which| -> Result<u32, DriverError> {
+            let mut value = 0;
+            // SAFETY: the out-pointer is valid, and the function's module is loaded.
+            check("cuFuncGetAttribute", unsafe { sys::cuFuncGetAttribute(&mut value, which, self.0) })?;
+            Ok(value as u32)
+        };
+        use sys::CUfunction_attribute as Of;
+        Ok((attribute(Of::CU_FUNC_ATTRIBUTE_NUM_REGS)?, attribute(Of::CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)?))
+    }
 }
 
 // SAFETY: as for modules.

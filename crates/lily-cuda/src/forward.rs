@@ -4,133 +4,29 @@ use std::sync::Arc;
 
 use lily_model::config::Config;
 
+use crate::buffers::Buffers;
 use crate::cluster::Clusters;
 use crate::driver::{Args, Buffer, Context, DriverError, Shape};
 use crate::kernels::Kernels;
 use crate::pack::{Packing, TILE_COLS, TILE_ROWS};
 use crate::state::{PAGE, State};
-use crate::step::{Layout, MAX_SEGMENTS, Plan};
+use crate::step::{Layout, Plan};
 use crate::weights::{DeviceLayer, DeviceMatrix, DeviceMixer, DeviceMoe, DeviceWeights, Stack};
 
 /// Threads of most blocks.
 pub const THREADS: u32 = 256;
-/// Splits of a row's keys in a step of few rows, and rows times splits in one of many.
+/// Splits of a row's keys in a step of few rows.
 const SPLITS: u32 = 64;
-const SPLIT_ROWS: u32 = 2048;
+/// Rows times splits in a step of many.
+pub const SPLIT_ROWS: u32 = 2048;
 /// Blocks of flash attention in a step of several rows, about.
 const FLASH_BLOCKS: u32 = 512;
 /// Pairs in a piece of an expert's work, as `GROUP` of `kernels/state.cu`; by bulk copies, as many as one product takes.
 const GROUP: u32 = 16;
 /// See [`GROUP`].
 const GROUP_BY_COPIES: u32 = 4;
-
-/// Activations and results; made once, for the largest step.
-pub struct Buffers {
-    /// Segments, draws, rows, masks, biases: see [`Layout`].
-    pub step: Buffer,
-    /// Residual stream, `[rows, hidden]`.
-    pub x: Buffer,
-    /// Output of a mixer's first product.
-    pub projected: Buffer,
-    /// Inputs of products as fragments, with the sums of their tiles and 1 / rms per row.
-    pub fragments: Buffer,
-    /// See `fragments`.
-    pub sums: Buffer,
-    /// See `fragments`.
-    pub scale: Buffer,
-    /// Input of a mixer's last product: gated readout, or gated attention.
-    pub mixed: Buffer,
-    /// Partial sums of squares of the readout.
-    pub squares: Buffer,
-    /// Normed and rotated queries.
-    pub queries: Buffer,
-    /// Parts of flash attention.
-    pub partial: Buffer,
-    /// Their maxima and sums.
-    pub stats: Buffer,
-    /// Cosines and sines of all positions.
-    pub rotary: Buffer,
-    /// Router logits and the shared gate's.
-    pub router: Buffer,
-    /// Weight of each slot of each row.
-    pub weights: Buffer,
-    /// Expert of each slot of each row.
-    pub chosen: Buffer,
-    /// Pairs of row and slot, by expert.
-    pub pairs: Buffer,
-    /// Pieces of work, and their number.
-    pub work: Buffer,
-    /// See `work`.
-    pub counts: Buffer,
-    /// Between gate/up and down, per pair: values, or (experts by bulk copies) fragments.
-    pub middle: Buffer,
-    /// Sums of every eight values of `middle`, where that holds fragments.
-    pub middle_sums: Buffer,
-    /// Behind down, per pair.
-    pub expanded: Buffer,
-    /// Rows that logits are wanted for.
-    pub wanted: Buffer,
-    /// Logits of those.
-    pub logits: Buffer,
-    /// Logits as sampling leaves them, per segment.
-    pub adjusted: Buffer,
-    /// How often a token was seen, per segment.
-    pub seen: Buffer,
-    /// The largest logit of each block.
-    pub best: Buffer,
-    /// Token and fault of each segment.
-    pub results: Buffer,
-}
-
-impl Buffers {
-    /// For steps of `rows` tokens.
-    pub fn new(
-        context: &Arc<Context>,
-        c: &Config,
-        layout: &Layout,
-        positions: usize,
-    ) -> Result<Self, DriverError> {
-        let (g, a, m, rows) = (&c.gdn, &c.attention, &c.moe, layout.rows);
-        let slots = m.experts_per_token + 1;
-        let projected = (g.conv_channels() + g.value_width() + 2 * g.value_heads)
-            .max(2 * (a.query_width() + a.kv_width()));
-        let mixed = g.value_width().max(a.query_width());
-        let middle = m.expert_width.max(m.shared_width);
-        let tiles = (c.hidden_size.max(mixed) / TILE_COLS).max(slots * middle / TILE_COLS);
-        let splits = rows.max(SPLIT_ROWS as usize);
-        let allocate = |bytes: usize| context.allocate(bytes, "activations");
-        let floats = |n: usize| allocate(4 * n);
-        Ok(Self {
-            step: allocate(layout.bytes())?,
-            x: floats(rows * c.hidden_size)?,
-            projected: floats(rows * projected)?,
-            fragments: allocate(rows * tiles * 256)?,
-            sums: floats(rows * tiles)?,
-            scale: floats(rows)?,
-            mixed: floats(rows * mixed)?,
-            squares: floats(rows * g.value_width() / 32)?,
-            queries: floats(rows * a.query_width())?,
-            partial: floats(splits * a.query_width())?,
-            stats: floats(2 * splits * a.heads)?,
-            rotary: floats(positions * a.rotary_dim)?,
-            router: floats(rows * (m.experts + 1))?,
-            weights: floats(rows * slots)?,
-            chosen: floats(rows * slots)?,
-            pairs: floats(rows * slots)?,
-            work: allocate(16 * (rows * slots).max(m.experts + 1))?,
-            counts: floats(2)?,
-            middle: floats(rows * slots * middle)?,
-            middle_sums: floats(rows * slots * middle / 8)?,
-            expanded: floats(rows * slots * c.hidden_size)?,
-            wanted: floats(rows * c.hidden_size)?,
-            logits: floats(rows * c.vocab_size)?,
-            adjusted: floats(MAX_SEGMENTS * c.vocab_size)?,
-            seen: floats(MAX_SEGMENTS * c.vocab_size)?,
-            best: allocate(16 * 1024)?,
-            results: allocate(8 * MAX_SEGMENTS)?,
-        })
-    }
-}
+/// Parts of a row of logits whose largest is sought at a time.
+const BEST_PARTS: u32 = 16;
 
 /// Everything that a step's kernels read and write.
 pub struct Device {
@@ -210,7 +106,15 @@ impl Device {
         if plan.logits > 0 {
             self.logits(plan)?;
         }
-        self.finish(plan, 0)
+        if !plan.decode {
+            return self.finish(plan, 0);
+        }
+        let [.., row_table] = self.parts();
+        let mut args = Args::new();
+        args.u64(row_table).u64(self.buffers.logits.address()).u64(self.buffers.best.address());
+        let shape = Shape { grid: [BEST_PARTS, rows, 1], threads: 1024, shared: 0, overlap: true };
+        self.launch_with("bests", shape, &mut args)?;
+        self.finish(plan, BEST_PARTS)
     }
 
     fn layer(&self, w: &DeviceLayer, index: &mut KindIndex, plan: &Plan) -> Result<(), DriverError> {
@@ -276,14 +180,14 @@ impl Device {
         self.launch(name, [rows, 1, 1], &mut args)
     }
 
-    /// Fragments of `rows` rows of `x`, of which every `stride` values begin one.
+    /// Fragments of `rows` rows of `x` of `width` values, as matrices of `packing` take them.
     fn prepare(
         &self,
         x: &Buffer,
         input: Input<'_>,
         rows: u32,
         width: u32,
-        k_tiles: u32,
+        packing: Packing,
     ) -> Result<(), DriverError> {
         let b = &self.buffers;
         let (name, factor) = match input {
@@ -292,8 +196,9 @@ impl Device {
             Input::Heads => ("prepare_heads", b.squares.address()),
         };
         let mut args = Args::new();
-        args.u64(x.address()).u32(width).u32(width).u64(factor).u32(k_tiles);
-        args.u64(b.fragments.address()).u64(b.sums.address()).u64(b.scale.address());
+        args.u64(x.address()).u32(width).u32(width).u64(factor);
+        args.u32(width.div_ceil(TILE_COLS as u32)).u32(u32::from(packing.takes_digits()));
+        args.u64(b.fragments.address()).u64(b.units.address()).u64(b.scale.address());
         self.launch(name, [rows, 1, 1], &mut args)
     }
 
@@ -307,7 +212,7 @@ impl Device {
             Input::Heads => self.config.gdn.value_width(),
             Input::Plain => self.config.attention.query_width(),
         };
-        self.prepare(p.x, p.input, p.rows, width as u32, p.w.k_tiles)?;
+        self.prepare(p.x, p.input, p.rows, width as u32, p.w.packing)?;
         self.matmul(p)
     }
 
@@ -328,7 +233,7 @@ impl Device {
         let name = matmul_name(w.packing, tiling.name);
         let (r, tokens) = (tiling.blocks, tiling.tokens);
         let mut args = Args::new();
-        args.words(&w.words()).u64(b.fragments.address()).u64(b.sums.address());
+        args.words(&w.words()).u64(b.fragments.address()).u64(b.units.address());
         args.u64(if matches!(p.input, Input::Norm(_)) { b.scale.address() } else { 0 });
         args.u64(p.y.address()).u32(rows).u32(w.rows).u32(u32::from(p.add)).moves(w.tiles.bytes() as u64);
         self.launch(name, [blocks.div_ceil(r), rows.div_ceil(tokens), 1], &mut args)
@@ -411,6 +316,9 @@ impl Device {
         let shape = Shape { grid: [1, 1, 1], threads: 1024, shared: 0, overlap: true };
         self.launch_with("route", shape, &mut args)?;
 
+        if w.gate_up.packing.takes_digits() != w.router.packing.takes_digits() {
+            self.prepare(x, Input::Norm(gain), rows, hidden, w.gate_up.packing)?;
+        }
         if grouped {
             self.experts_by_copies(w, rows)?;
         } else {
@@ -440,13 +348,13 @@ impl Device {
         let most = pairs.min(pairs / GROUP + m.experts as u32 + 1).min(256);
         let widest = m.expert_width.max(m.shared_width) as u32;
         let mut args = self.work(&w.gate_up, rows);
-        args.u64(b.fragments.address()).u64(b.sums.address());
+        args.u64(b.fragments.address()).u64(b.units.address());
         args.u64(b.scale.address()).u64(b.middle.address());
         self.launch(expert_name("gate_up", w.gate_up.packing), [widest.div_ceil(8), most, 1], &mut args)?;
 
-        self.prepare(&b.middle, Input::Plain, pairs, widest, widest / TILE_COLS as u32)?;
+        self.prepare(&b.middle, Input::Plain, pairs, widest, w.down.packing)?;
         let mut args = self.work(&w.down, rows);
-        args.u64(b.fragments.address()).u64(b.sums.address()).u64(b.expanded.address());
+        args.u64(b.fragments.address()).u64(b.units.address()).u64(b.expanded.address());
         let blocks = self.hidden().div_ceil(TILE_ROWS as u32);
         self.launch(expert_name("down", w.down.packing), [blocks, most, 1], &mut args)
     }
@@ -461,11 +369,10 @@ impl Device {
             overlap: true,
         };
         let mut args = self.work(&w.gate_up, rows);
-        args.u64(b.fragments.address()).u64(b.sums.address()).u64(b.scale.address());
-        args.u64(b.middle.address()).u64(b.middle_sums.address());
+        args.u64(b.fragments.address()).u64(b.units.address()).u64(b.scale.address()).u64(b.middle.address());
         self.launch_with("gate_up_group_q4", shape(sizes.gate_up), &mut args)?;
         let mut args = self.work(&w.down, rows);
-        args.u64(b.middle.address()).u64(b.middle_sums.address()).u64(b.expanded.address());
+        args.u64(b.middle.address()).u64(b.expanded.address());
         self.launch_with("down_group_q4", shape(sizes.down), &mut args)
     }
 
@@ -484,14 +391,14 @@ impl Device {
         self.product(&Product { w, x, input, y: &b.logits, rows, add: false, keep: false })
     }
 
-    /// Faults and draws; `blocks` blocks have noted their largest logit.
-    pub fn finish(&self, plan: &Plan, blocks: u32) -> Result<(), DriverError> {
+    /// Faults and draws; the largest logits of so many `parts` of each row are known.
+    pub fn finish(&self, plan: &Plan, parts: u32) -> Result<(), DriverError> {
         let (b, s) = (&self.buffers, &self.state);
         let [segments, draws, row_table] = self.parts();
         let at = b.step.address();
         let mut args = Args::new();
         args.u64(segments).u64(row_table).u64(b.x.address()).u64(b.logits.address());
-        args.u64(b.best.address()).u32(blocks).u64(draws);
+        args.u64(b.best.address()).u32(parts).u64(draws);
         args.u64(at + self.layout.biases() as u64).u64(at + self.layout.masks() as u64);
         args.u64(s.history.address()).u64(s.sizes.history as u64 / 4);
         args.u64(b.seen.address()).u64(b.adjusted.address()).u64(s.sampled.address());

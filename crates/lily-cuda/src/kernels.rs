@@ -114,7 +114,7 @@ pub const SOURCES: [Source; 10] = [
     Source {
         name: "head.cu",
         text: include_str!("../kernels/head.cu"),
-        kernels: &["gather", "finish"],
+        kernels: &["gather", "bests", "finish"],
         fits: ALL,
     },
     Source {
@@ -139,9 +139,8 @@ pub const SOURCES: [Source; 10] = [
     },
 ];
 
-/// Kernels that may touch local memory, and how many bytes of it a thread has at most: what runs once at load; and `token`, where
-/// a few registers wait for the delta rule in it (docs/lab/cuda.md has what would free them).
-pub const LOCAL_MEMORY: [(&str, u32); 2] = [("rotary_table", 128), ("token", 128)];
+/// Kernels that may touch local memory, and how many bytes of it a thread has at most: what runs once at load.
+pub const LOCAL_MEMORY: [(&str, u32); 1] = [("rotary_table", 128)];
 
 impl Source {
     /// The whole text of the file.

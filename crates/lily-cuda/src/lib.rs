@@ -7,6 +7,7 @@
 
 mod args;
 mod backend;
+pub mod buffers;
 pub mod cluster;
 pub mod compile;
 pub mod device;

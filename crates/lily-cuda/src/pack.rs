@@ -33,6 +33,11 @@ impl Packing {
         }
     }
 
+    /// Whether inputs meet the codes as integers of two digits; else as two bf16.
+    pub fn takes_digits(self) -> bool {
+        matches!(self, Self::Q4 | Self::Q8)
+    }
+
     /// As the names of kernels end.
     pub fn suffix(self) -> &'static str {
         match self {
@@ -141,9 +146,9 @@ fn pack_codes(tile: &mut [u8], r: usize, codes: &[u8], packing: Packing) {
             let at = lane * 16 + (high * 2 + word) * 4;
             tile[at..at + 4].copy_from_slice(&codes[first / 2..first / 2 + 4]);
         } else {
-            // Codes 0 1 4 5 and 2 3 6 7, so that bytes two apart are a pair (j, j + 4).
+            // As the nibbles of a word of 4-bit codes come apart.
             let at = word * 512 + lane * 16 + high * 8;
-            for (i, j) in [0, 1, 4, 5, 2, 3, 6, 7].into_iter().enumerate() {
+            for (i, j) in [0, 2, 4, 6, 1, 3, 5, 7].into_iter().enumerate() {
                 tile[at + i] = codes[first + j];
             }
         }
@@ -187,10 +192,7 @@ mod tests {
         };
         match packing {
             Packing::Q4 => scaled(tile[lane * 16 + (high * 2 + word) * 4 + j / 2] >> (4 * (j % 2)) & 15, 512),
-            Packing::Q8 => {
-                let byte = j / 2 % 2 * 4 + j % 2 + j / 4 * 2;
-                scaled(tile[word * 512 + lane * 16 + high * 8 + byte], 1024)
-            }
+            Packing::Q8 => scaled(tile[word * 512 + lane * 16 + high * 8 + j % 2 * 4 + j / 2], 1024),
             Packing::Bf16 | Packing::Bf16x2 => {
                 let at = (word * 2 + j % 4 / 2) * 512 + lane * 16 + (j % 2 * 2 + high) * 4 + j / 4 * 2;
                 bf16(at) + if packing == Packing::Bf16x2 { bf16(2048 + at) } else { 0.0 }

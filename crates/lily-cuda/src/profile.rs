@@ -49,7 +49,8 @@ pub struct Profile {
     pub kernels: Vec<KernelCost>,
 }
 
-fn copy_bandwidth(context: &Arc<Context>) -> Result<f64, DriverError> {
+/// Bytes a second that the device reads and writes when it copies.
+pub fn copy_bandwidth(context: &Arc<Context>) -> Result<f64, DriverError> {
     let bytes = (context.memory()?.0 / 4).min(COPIED);
     let from = context.allocate(bytes, "measuring bandwidth")?;
     let to = context.allocate(bytes, "measuring bandwidth")?;
@@ -59,8 +60,8 @@ fn copy_bandwidth(context: &Arc<Context>) -> Result<f64, DriverError> {
     Ok(2.0 * bytes as f64 / us * 1e6)
 }
 
-/// Microseconds of what `enqueue` enqueues.
-fn median_us(
+/// Microseconds of what `enqueue` enqueues, with others like it before and behind.
+pub fn median_us(
     context: &Arc<Context>,
     enqueue: impl Fn() -> Result<(), DriverError>,
 ) -> Result<f64, DriverError> {

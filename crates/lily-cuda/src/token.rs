@@ -14,6 +14,8 @@ use crate::weights::{DeviceLayer, DeviceMixer};
 const THREADS: u32 = 384;
 /// Bytes of a slot of the ring.
 const SLOT: usize = 32 * 576;
+/// Slots.
+const RING: usize = 9;
 /// Row blocks of x that a block owns at most.
 const MOST_OWN: u32 = 2;
 /// Words of a layer's addresses: `Layer` of the kernel.
@@ -46,7 +48,7 @@ pub fn fits(c: &Config, capability: u32) -> bool {
         // A page takes whole slots.
         && a.head_dim.is_power_of_two()
         && m.experts_per_token < 16
-        && m.expert_width.max(m.shared_width) / TILE_COLS * 576 <= SLOT
+        && c.hidden_size.max(m.expert_width).max(m.shared_width) / TILE_COLS * 576 <= SLOT
 }
 
 impl Token {
@@ -56,22 +58,29 @@ impl Token {
         if !suits || d.weights.lm_head().packing != Packing::Q4 {
             return Ok(None);
         }
-        // Blocks wait for each other: all must run at once, and each must own rows of x.
         let rows = (d.config.hidden_size / TILE_ROWS) as u32;
-        let blocks = d.context.multiprocessors.min(rows);
-        // Gate and up of a block are one round: as many units as there is room for the sums of.
         let m = &d.config.moe;
+        // Blocks wait for each other: all must run at once, and each must have something in every layer that the others wait for,
+        // rows of x or else a share of both products of x.
+        let input = |l: &DeviceLayer| {
+            let (DeviceMixer::Gdn { input, .. } | DeviceMixer::Attention { input, .. }) = &l.mixer;
+            input.rows / TILE_ROWS as u32
+        };
+        let experts = (m.experts_per_token * m.expert_width / 8) as u32;
+        let shares = d.weights.layers.iter().map(input).fold(experts, u32::min);
+        let blocks = d.context.multiprocessors.min(rows.max(shares));
+        // Gate and up of a block are one round: as many units as there is room for the sums of.
         let units = |rows: usize| (rows / 8).div_ceil(blocks.max(1) as usize);
-        let fits_round = units(m.experts_per_token * m.expert_width) + units(m.shared_width)
-            <= (m.experts_per_token + 1).max(8);
+        let [routed, shared] = [m.experts_per_token * m.expert_width, m.shared_width].map(units);
+        let fits_round = routed <= RING && routed + shared <= (m.experts_per_token + 1).max(8);
         let table: Vec<u8> = layers(d).iter().flatten().flat_map(|word| word.to_le_bytes()).collect();
-        let [shared, packets] = match d.context.is_stand_in() {
+        let [bytes, packets] = match d.context.is_stand_in() {
             false => d.kernels.numbers("token_sizes")?,
             true => [0; 2],
         };
         if rows > MOST_OWN * blocks
             || !fits_round
-            || shared as usize + table.len() > d.context.shared_memory as usize
+            || bytes as usize + table.len() > d.context.shared_memory as usize
         {
             return Ok(None);
         }

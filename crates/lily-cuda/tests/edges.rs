@@ -15,8 +15,8 @@ use lily_model::config::LayerKind::{Attention, Gdn};
 use lily_model::sample::SampleParams;
 use lily_model::weights::{Expert, Mixer};
 
-/// As in `model.rs`: products have inputs of 16 bits of mantissa, keys and values of the cache 8.
-const EXACT: f64 = 1e-4;
+/// Products have inputs of 16 bits, whose errors odd scales make larger than in `model.rs`; keys and values of the cache have 8.
+const EXACT: f64 = 1e-3;
 const CACHED: f64 = 2e-2;
 
 /// Logits of all positions, read at once but for the last three tokens, which are decoded one by one.

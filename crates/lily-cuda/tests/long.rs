@@ -37,6 +37,13 @@ fn values(n: usize, width: usize, spread: f32, seed: u64) -> Vec<f32> {
     (0..n * width).map(|_| half::bf16::from_f32(spread * numbers.real()).to_f32()).collect()
 }
 
+/// A row as the cache has it: its chunks of eight values turned by the position, as `turned` of `kernels/attention.cu` says.
+fn turned(position: usize, row: &[f32]) -> impl Iterator<Item = u8> {
+    (0..row.len())
+        .map(move |d| row[((d / 8) ^ (position % 8)) * 8 + d % 8])
+        .flat_map(|x| half::bf16::from_f32(x).to_le_bytes())
+}
+
 /// A snapshot with these keys and values: an exported one of a single token, made longer.
 fn snapshot(short: &[u8], n: usize, model: &Model, k: &[f32], v: &[f32]) -> Vec<u8> {
     let (d, width) = (model.config.attention.head_dim, model.config.attention.kv_width());
@@ -49,9 +56,7 @@ fn snapshot(short: &[u8], n: usize, model: &Model, k: &[f32], v: &[f32]) -> Vec<
                 for position in page * PAGE..(page + 1) * PAGE {
                     let row = cache.get(position * width + head * d..position * width + (head + 1) * d);
                     match row {
-                        Some(row) => {
-                            bytes.extend(row.iter().flat_map(|x| half::bf16::from_f32(*x).to_le_bytes()))
-                        }
+                        Some(row) => bytes.extend(turned(position, row)),
                         None => bytes.resize(bytes.len() + 2 * d, 0),
                     }
                 }

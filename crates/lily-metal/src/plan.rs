@@ -14,8 +14,19 @@ pub const PARTS: usize = 32;
 /// Threads of a SIMD-group, on every Apple GPU.
 pub const LANES: usize = 32;
 
-/// Bytes of threadgroup memory that every Apple GPU since family 4 has.
+// Limits that Apple GPUs of families 7 (M1) to 10 (M5) have alike, by Apple's Metal feature set tables.
+
+/// Threads of a threadgroup.
+pub const MOST_THREADS: usize = 1024;
+
+/// Buffers of a kernel, and as many threadgroup memory arguments.
+pub const MOST_BUFFERS: usize = 31;
+
+/// Bytes of threadgroup memory.
 pub const THREADGROUP_MEMORY: usize = 32 * 1024;
+
+/// Each length of it is a multiple of so many bytes.
+pub const THREADGROUP_MEMORY_ALIGNMENT: usize = 16;
 
 /// Number type of cached keys and values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -374,10 +385,11 @@ mod tests {
     fn launches_keep_to_the_limits_of_the_device() {
         let (_, plan) = real();
         for l in &plan.launches {
-            assert!(l.threads.is_multiple_of(LANES) && l.threads <= 1024, "{}", l.kernel);
+            assert!(l.threads.is_multiple_of(LANES) && l.threads <= MOST_THREADS, "{}", l.kernel);
             assert!(l.threadgroup_memory.iter().sum::<usize>() <= THREADGROUP_MEMORY, "{}", l.kernel);
-            assert!(l.threadgroup_memory.iter().all(|n| n.is_multiple_of(16)), "{}", l.kernel);
-            assert!(l.bindings.len() <= 31, "{}", l.kernel);
+            let aligned = |n: &usize| n.is_multiple_of(THREADGROUP_MEMORY_ALIGNMENT);
+            assert!(l.threadgroup_memory.iter().all(aligned), "{}", l.kernel);
+            assert!(l.bindings.len() <= MOST_BUFFERS, "{}", l.kernel);
             let buffers: HashSet<_> = l.bindings.iter().map(|b| b.buffer).collect();
             assert_eq!(buffers.len(), l.bindings.len(), "{} has a buffer twice", l.kernel);
         }

@@ -17,7 +17,9 @@ fn kernels() -> &'static Kernels {
 }
 
 fn launch(kernel: &str, out: &mut Memory, order: Order) -> Result<(), String> {
-    kernels().launch(kernel, [1, 1, 1], 64, &[256], &mut [out], order)
+    let signature = kernels().signatures.iter().find(|s| s.name == kernel).unwrap();
+    let memory = vec![256; signature.threadgroup_memory()];
+    kernels().launch(kernel, [1, 1, 1], 64, &memory, &mut [out], order)
 }
 
 /// What a kernel leaves in each order.
@@ -83,11 +85,16 @@ fn what_no_device_could_launch_is_refused() {
         kernels().launch(kernel, [1, 1, 1], threads, memory, &mut [&mut out], Order::Forward).unwrap_err()
     };
     assert!(run("right", 63, &[256]).contains("a multiple of 32"));
-    assert!(run("right", 64, &[32 * 1024, 16]).contains("more than 32768 bytes"));
-    assert!(run("right", 64, &[]).contains("without a length"));
+    assert!(run("right", 64, &[32 * 1024, 16]).contains("more than 32768"));
+    assert!(run("right", 96, &[256]).contains("at most 64"));
+    assert!(run("right", 64, &[8]).contains("a multiple of 16"));
+    assert!(
+        run("right", 64, &[])
+            .contains("1 buffers and 0 lengths of threadgroup memory, its signature has 1 and 1")
+    );
     assert!(run("nothing", 64, &[256]).contains("no such kernel"));
     let error = kernels().launch("right", [1, 1, 1], 64, &[256], &mut [], Order::Forward).unwrap_err();
-    assert!(error.contains("not bound"), "{error}");
+    assert!(error.contains("0 buffers and 1 lengths"), "{error}");
 }
 
 /// Rounding is that of the half crate, which lily-model reads and writes bf16 with.

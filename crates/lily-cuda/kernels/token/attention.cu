@@ -4,63 +4,90 @@ struct Attention : DeltaRule {
     // 16-byte chunks of a row, turned by the row so that eight rows' chunks lie in different banks.
     static __device__ __forceinline__ u8* chunk(u8* tile, u32 row, u32 c) { return tile + row * KEY_BYTES + ((c ^ (row & 7)) * 16); }
 
-    // Norm and rotation of a head; afterwards `v[i]` is its value i * 32 + lane.
-    __device__ __forceinline__ void rotate(float (&v)[HEAD_DIM / 32], const float* gain) {
+    // Brings what an attention layer needs besides this token's projections.
+    __device__ __forceinline__ void load_attention(const Layer& w) {
+#pragma unroll 1
+        for (u32 i = tid; i < 2 * HEAD_DIM + ROTARY; i += CONSUMERS) {
+            const u32 head = i / HEAD_DIM;
+            const float* from = head < 2 ? w.vectors[head] + i % HEAD_DIM : (const float*)(t.rotary + (u64)position * (ROTARY / 2)) + i - 2 * HEAD_DIM;
+            copy4(s.gains + i, from);
+        }
+        if (tid == 0) copy4((float*)&s.page, (const float*)(t.pages + (u64)slot_of * t.most_pages + position / PAGE));
+    }
+    // Norm and rotation of a query (0) or key (1); afterwards `v[i]` is its value i * 32 + lane.
+    __device__ __forceinline__ void rotate(float (&v)[HEAD_DIM / 32], u32 which) {
         float squares = 0;
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 32; i++) squares += v[i] * v[i];
         const float scale = rsqrtf(warp_sum(squares) / HEAD_DIM + EPS);
         float* h = s.gathered + warp * HEAD_DIM;
 #pragma unroll
-        for (int i = 0; i < HEAD_DIM / 32; i++) h[i * 32 + lane] = v[i] * scale * __ldg(gain + i * 32 + lane);
+        for (int i = 0; i < HEAD_DIM / 32; i++) h[i * 32 + lane] = v[i] * scale * s.gains[which * HEAD_DIM + i * 32 + lane];
         __syncwarp();
-        const float2* angles = t.rotary + (u64)position * (ROTARY / 2);
+        const float2* angles = (const float2*)(s.gains + 2 * HEAD_DIM);
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 32; i++) v[i] = rotated(h, i * 32 + lane, angles);
         __syncwarp();
     }
-    __device__ __forceinline__ void receive_head(u32 row, u32 epoch, float (&v)[HEAD_DIM / 32]) {
-        const u64* from[HEAD_DIM / 32];
-#pragma unroll
-        for (int i = 0; i < HEAD_DIM / 32; i++) from[i] = t.packets + AT_PROJECTED + row + i * 32 + lane;
-        receive<HEAD_DIM / 32>(from, epoch, v);
-        __syncwarp();
-    }
-    // A warp a task: the queries of a K/V head's heads, hi in rows 0..7 and lo in rows 8..15 of the tile; and if it is `last`, this
-    // token's key and value, into the cache and `fresh`.
+    // The queries of a K/V head's heads, a warp each, hi in rows 0..7 and lo in rows 8..15 of the tile; and if the item is the `last`,
+    // this token's key and value, into the cache and `fresh`.
     __device__ __forceinline__ void load_heads(const Layer& w, u32 kv_head, bool last, u32 epoch) {
+        constexpr int N = HEAD_DIM / 32;
+        const u64 *projected = t.packets + AT_PROJECTED, *from[N + 2];
+        const u64* query = projected + 2 * (kv_head * RATIO + min(warp, (u32)RATIO - 1)) * HEAD_DIM + lane;
+        const u64* key = projected + 2 * QUERY + kv_head * HEAD_DIM + min(tid, (u32)HEAD_DIM - 1);
+        float got[N + 2], v[N];
+#pragma unroll
+        for (int i = 0; i < N; i++) from[i] = query + i * 32;
+        from[N] = last ? key : query;
+        from[N + 1] = last ? key + KV : query;
+        receive<N + 2>(from, epoch, got);
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < N; i++) v[i] = warp < RATIO ? got[i] : 0.0f;
+        u8* cache = (u8*)(t.cache + w.index * 2 * KV_HEADS * PAGE_VALUES + s.page * t.page_stride + (u64)kv_head * PAGE_VALUES);
+        const u32 row = position % PAGE;
+        auto store = [&](u32 value, u32 d, u16 x) {
+            *(u16*)(chunk(cache + value * KV_HEADS * PAGE_VALUES * 2, row, d / 8) + d % 8 * 2) = x;
+            s.fresh[value][d] = x;
+        };
+        if (last && tid < HEAD_DIM) {
+            s.raw_key[tid] = got[N];
+            store(1, tid, (u16)pack_bf16(got[N + 1], 0));
+        }
+        if (last) consumer_sync();
+        // A warp its query; then the first one the key.
 #pragma unroll 1
-        for (u32 task = warp; task < 8 + (last ? 2 : 0); task += WARPS) {
-            const bool query = task < 8, value = task == 9;
-            float v[HEAD_DIM / 32];
+        for (u32 which = 0; which < (last && warp == 0 ? 2 : 1); which++) {
 #pragma unroll
-            for (int i = 0; i < HEAD_DIM / 32; i++) v[i] = 0;
-            if (!query || task < RATIO)
-                receive_head(query ? 2 * (kv_head * RATIO + task) * HEAD_DIM : 2 * QUERY + (value ? KV : 0) + kv_head * HEAD_DIM, epoch, v);
-            if (!value) rotate(v, w.vectors[query ? 0 : 1]);
-            u8* rows = s.q_tile;
-            if (!query) {
-                const u64 page = __ldcg(t.pages + (u64)slot_of * t.most_pages + position / PAGE);
-                rows = (u8*)(t.cache + w.index * 2 * KV_HEADS * PAGE_VALUES + page * t.page_stride +
-                             (u64)((value ? KV_HEADS : 0) + kv_head) * PAGE_VALUES);
-            }
+            for (int i = 0; i < N; i++)
+                if (which == 1) v[i] = s.raw_key[i * 32 + lane];
+            rotate(v, which);
 #pragma unroll
-            for (int i = 0; i < HEAD_DIM / 32; i++) {
+            for (int i = 0; i < N; i++) {
                 const u32 d = i * 32 + lane;
-                const float x = query ? v[i] * rsqrtf((float)HEAD_DIM) : v[i];
+                if (which == 1) {
+                    store(0, d, (u16)pack_bf16(v[i], 0));
+                    continue;
+                }
+                const float x = v[i] * rsqrtf((float)HEAD_DIM);
                 const u32 high = pack_bf16(x, 0);
-                *(u16*)(chunk(rows, query ? task : position % PAGE, d / 8) + d % 8 * 2) = (u16)high;
-                if (query) *(u16*)(chunk(rows, task + 8, d / 8) + d % 8 * 2) = (u16)pack_bf16(x - bf16_low(high), 0);
-                else s.fresh[value ? 1 : 0][d] = (u16)high;
+                *(u16*)(chunk(s.q_tile, warp, d / 8) + d % 8 * 2) = (u16)high;
+                *(u16*)(chunk(s.q_tile, warp + 8, d / 8) + d % 8 * 2) = (u16)pack_bf16(x - bf16_low(high), 0);
             }
         }
     }
     // Puts this token's key and value into their slots, and zeros behind them: what lies there may be anything.
     __device__ __forceinline__ void complete_page(Ring at, u32 n) {
         const u32 row = position % PAGE, until = row / 16 * 16 + 16;
-        for (u32 i = tid; i < 2 * (until - row) * (HEAD_DIM / 8); i += CONSUMERS) {
-            const u32 value = i / ((until - row) * (HEAD_DIM / 8)), key = row + i / (HEAD_DIM / 8) % (until - row), c = i % (HEAD_DIM / 8);
-            const u32 slot = (at.slot + value * n + key / KEYS_PER_SLOT) % RING;
+        constexpr u32 CHUNKS = HEAD_DIM / 8, PER = CONSUMERS / CHUNKS;
+        const u32 c = tid % CHUNKS;
+#pragma unroll 1
+        for (u32 i = tid / CHUNKS; i < 2 * PER * ((until - row + PER - 1) / PER); i += PER) {
+            const u32 value = i / PER % 2, key = row + i / (2 * PER) * PER + i % PER;
+            if (key >= until) continue;
+            u32 slot = at.slot + value * n + key / KEYS_PER_SLOT;
+            slot = slot >= RING ? slot - RING : slot;
             const uint4 x = key == row ? *(const uint4*)&s.fresh[value][c * 8] : make_uint4(0, 0, 0, 0);
             *(uint4*)chunk(s.slots[slot], key % KEYS_PER_SLOT, c) = x;
         }
@@ -128,7 +155,7 @@ struct Attention : DeltaRule {
         }
     }
     // Joins the warps' parts of a split and sends them.
-    __device__ __forceinline__ void send_split(Attended& a, u32 kv_head, u32 split, u32 epoch) {
+    __device__ __forceinline__ void send_split(Attended& a, u32 kv_head, u32 split, u32 quarters, u32 epoch) {
         const u32 g = lane / 4, t4 = lane % 4, quarter = warp % 4;
         a.sum += __shfl_xor_sync(FULL, a.sum, 1);
         a.sum += __shfl_xor_sync(FULL, a.sum, 2);
@@ -150,9 +177,9 @@ struct Attention : DeltaRule {
             }
         }
         consumer_sync();
-        // In turns, so that the sums have one order.
+        // In turns, so that the sums have one order; those without keys have nothing to add.
 #pragma unroll 1
-        for (u32 w = 0; w < 4; w++) {
+        for (u32 w = 0; w < quarters; w++) {
             if (w == quarter) {
                 const float scale = s.scales[w * 8 + g];
 #pragma unroll
@@ -177,6 +204,7 @@ struct Attention : DeltaRule {
         for (u32 item = blockIdx.x; item < used_splits(position) * KV_HEADS; item += gridDim.x) {
             const u32 kv_head = item % KV_HEADS, split = item / KV_HEADS;
             const Keys keys = keys_of(position, split);
+            asm volatile("cp.async.wait_all;" ::: "memory");
             consumer_sync();  // the item before is done with what this one writes
             load_heads(w, kv_head, keys.end == position / PAGE + 1, epoch);
             consumer_sync();
@@ -204,7 +232,7 @@ struct Attention : DeltaRule {
 #pragma unroll 1
                 for (u32 i = 0; i < 2 * n; i++) release();
             }
-            send_split(a, kv_head, split, epoch);
+            send_split(a, kv_head, split, min(4u, (position - keys.begin * PAGE) / 16 + 1), epoch);
         }
     }
     // Joins the splits and applies the output gate; 32 values of a head at a time.
@@ -214,12 +242,13 @@ struct Attention : DeltaRule {
         for (u32 unit = blockIdx.x; unit < QUERY / 32; unit += gridDim.x) {
             const u32 head = unit / (HEAD_DIM / 32), d = unit % (HEAD_DIM / 32) * 32 + lane;
             consumer_sync();  // whoever used `gathered` is done with it
+            float gate = 0;
 #pragma unroll 1
             for (u32 first = 0; first < used; first += SPLITS / 2) {
                 // A lane that has no split left reads its first one again.
                 constexpr int N = SPLITS / 2 / WARPS;
-                const u64* from[N + 2];
-                float got[N + 2];
+                const u64* from[N + 3];
+                float got[N + 3] = {};
 #pragma unroll
                 for (int i = 0; i < N; i++) {
                     const u32 split = min(first + i * WARPS + warp, used - 1);
@@ -228,7 +257,9 @@ struct Attention : DeltaRule {
                 const u32 mine = min(first + (lane % N) * WARPS + warp, used - 1);
                 from[N] = t.packets + AT_STATS + (head * SPLITS + mine) * 2;
                 from[N + 1] = from[N] + 1;
-                receive<N + 2>(from, epoch, got);
+                from[N + 2] = t.packets + AT_PROJECTED + (2 * head + 1) * HEAD_DIM + d;
+                if (first + warp < used) receive<N + 3>(from, epoch, got);
+                gate = got[N + 2];
                 __syncwarp();
 #pragma unroll
                 for (int i = 0; i < N; i++)
@@ -237,10 +268,6 @@ struct Attention : DeltaRule {
             }
             consumer_sync();
             if (warp == 0) {
-                const u64* const from[1] = {t.packets + AT_PROJECTED + (2 * head + 1) * HEAD_DIM + d};
-                float gate[1];
-                receive<1>(from, epoch, gate);
-                __syncwarp();
                 float high = -INFINITY, total = 0, value = 0;
 #pragma unroll 1
                 for (u32 i = lane; i < used; i += 32) high = fmaxf(high, s.softmaxes[i].max);
@@ -254,7 +281,7 @@ struct Attention : DeltaRule {
                     total = fmaf(s.scales[i], s.softmaxes[i].sum, total);
                     value = fmaf(s.scales[i], s.gathered[i * 32 + lane], value);
                 }
-                send(t.packets + AT_MIXED + spread(head * HEAD_DIM + d), value / total * sigmoid(gate[0]), epoch);
+                send(t.packets + AT_MIXED + spread(head * HEAD_DIM + d), value / total * sigmoid(gate), epoch);
             }
         }
     }

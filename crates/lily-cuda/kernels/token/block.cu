@@ -11,11 +11,11 @@ struct Block {
     u32 best_row, broken;
 
     // Waits for this warp's share of an input and makes it into fragments: `count` tiles, of which `tile_of(j)` is the j-th, at most
-    // 4 STEPS. Of values with a `gain` it is that of their norm, and the sum of squares is returned in every lane; with `squares`,
-    // those of value heads, each head is multiplied by its 1 / rms. Does something else while packets are on their way.
-    template <int STEPS, class TileOf, class Meanwhile>
-    __device__ __forceinline__ float take(const u64* packets, u32 count, TileOf tile_of, const float* gain, const u64* squares, u32 epoch,
-                                          u8* fragments, float* sums, Meanwhile meanwhile) {
+    // 4 STEPS. Of values with a `gain` it is that of their norm, and the sum of squares is returned in every lane; with HEADS_TOO and
+    // `normed` they are value heads, and each is multiplied by its 1 / rms. Does something else while packets are on their way.
+    template <int STEPS, bool HEADS_TOO, class TileOf, class Meanwhile>
+    __device__ __forceinline__ float take(const u64* packets, u32 count, TileOf tile_of, const float* gain, bool normed, u32 epoch,
+                                          u8* fragments, Unit* units, Meanwhile meanwhile) {
         constexpr int HEAD_PAIRS = VALUE_SPLIT / 2;
         u32 tiles[STEPS];
         const u64* from[STEPS];
@@ -48,7 +48,7 @@ struct Block {
                 for (u32 k = 1; k < 4; k++) pairs[i][k].load(from[i] + 64 * k);
 #pragma unroll
                 for (u32 k = 0; k < HEAD_PAIRS; k++)
-                    if (squares) heads[i][k].load(squares + tiles[i] * TILE_COLS / DV * VALUE_SPLIT + 2 * k);
+                    if (HEADS_TOO) heads[i][k].load(t.packets + AT_SQUARES + min(tiles[i] * TILE_COLS / DV, VALUE_HEADS - 1u) * VALUE_SPLIT + 2 * k);
             }
             if (tries == 0) meanwhile();
 #pragma unroll
@@ -57,7 +57,7 @@ struct Block {
                 for (u32 k = 1; k < 4; k++) there &= pairs[i][k].of(epoch);
 #pragma unroll
                 for (u32 k = 0; k < HEAD_PAIRS; k++)
-                    if (squares) there &= heads[i][k].of(epoch);
+                    if (HEADS_TOO) there &= !normed || heads[i][k].of(epoch);
             }
             if (tries == PATIENCE) __trap();
         }
@@ -66,8 +66,8 @@ struct Block {
 #pragma unroll
         for (u32 i = 0; i < STEPS; i++) {
             const bool active = i * 4 + (lane >> 3) < count;
-            float v[8], factor = 1;
-            if (squares) {
+            float v[8], factors[8], factor = 1;
+            if (HEADS_TOO && normed) {
                 float square = 0;
 #pragma unroll
                 for (u32 k = 0; k < HEAD_PAIRS; k++) {
@@ -80,18 +80,10 @@ struct Block {
             for (u32 k = 0; k < 8; k++) {
                 const float x = active ? __uint_as_float((u32)(k % 2 ? pairs[i][k / 2].b : pairs[i][k / 2].a)) : 0.0f;
                 total = fmaf(x, x, total);
-                v[k] = __fmul_rn(x, gain ? gains[i][k] : factor);  // not fused with what `split8` subtracts
+                v[k] = x;
+                factors[k] = gain ? gains[i][k] : factor;
             }
-            uint4 hi, lo;
-            float sum = split8(v, hi, lo);
-#pragma unroll
-            for (int o = 1; o < 8; o <<= 1) sum += __shfl_xor_sync(FULL, sum, o);
-            if (active) {
-                u8* to = fragments + tiles[i] * FRAGMENT_BYTES + (lane & 1) * 128 + ((lane & 7) >> 1) * 32;
-                *(uint4*)to = hi;
-                *(uint4*)(to + 16) = lo;
-                if ((lane & 7) == 0) sums[tiles[i]] = sum;
-            }
+            split_place<true>(Place{tiles[i], 0, active}, v, factors, lane, fragments, units);
         }
         if (gain) total = warp_sum(total);
         __syncwarp();
@@ -104,17 +96,11 @@ struct Block {
         return rsqrtf(sum / HIDDEN + EPS);
     }
 
-    __device__ __forceinline__ Fragment fragment(const u8* fragments, u32 tile) const {
-        Fragment f;
-        f.word[0] = f.word[1] = make_uint4(0, 0, 0, 0);
-        if (lane < 8) {
-            const u8* p = fragments + tile * FRAGMENT_BYTES + ((lane & 3) * 2 + (lane >> 2)) * 16;
-            f.word[0] = *(const uint4*)p;
-            f.word[1] = *(const uint4*)(p + 128);
-        }
-        return f;
+    __device__ __forceinline__ Fragment<Q4> fragment(const u8* fragments, u32 tile) const {
+        if (lane < 8) return load_staged<true>(fragments + tile * FRAGMENT_BYTES<true>, lane);
+        return Fragment<Q4>{make_uint4(0, 0, 0, 0)};
     }
-    __device__ __forceinline__ float sum_of(const float* sums, u32 tile) const { return (lane & 3) == 0 ? sums[tile] : 0.0f; }
+    __device__ __forceinline__ Unit unit_of(const Unit* units, u32 tile) const { return (lane & 3) == 0 ? units[tile] : Unit{0, 0}; }
 
     __device__ __forceinline__ const u8* slot() {
         barrier_wait(&s.full[ring.slot], ring.round & 1);
@@ -130,22 +116,22 @@ struct Block {
     template <int K_TILES> struct Inputs {
         static constexpr u32 MOST = Share<K_TILES>::MOST;
         static constexpr bool KEPT = MOST <= 4;
-        Fragment f[KEPT ? MOST : 1];
-        float sum[KEPT ? MOST : 1];
+        Fragment<Q4> f[KEPT ? MOST : 1];
+        Unit unit[KEPT ? MOST : 1];
     };
-    template <int K_TILES> __device__ __forceinline__ void load_inputs(Inputs<K_TILES>& x, const u8* fragments, const float* sums) {
+    template <int K_TILES> __device__ __forceinline__ void load_inputs(Inputs<K_TILES>& x, const u8* fragments, const Unit* units) {
         if constexpr (Inputs<K_TILES>::KEPT) {
 #pragma unroll
             for (u32 i = 0; i < Inputs<K_TILES>::MOST; i++) {
                 const u32 tile = min(Share<K_TILES>(warp).first + i, (u32)K_TILES - 1);
                 x.f[i] = fragment(fragments, tile);
-                x.sum[i] = sum_of(sums, tile);
+                x.unit[i] = unit_of(units, tile);
             }
         }
     }
     // The next row block of the ring: this warp's share of its rows. Tiles in fours, so that their products overlap.
     template <int FORM, int K_TILES>
-    __device__ __forceinline__ void multiply_rows(const Inputs<K_TILES>& x, const u8* fragments, const float* sums, float (&total)[2]) {
+    __device__ __forceinline__ void multiply_rows(const Inputs<K_TILES>& x, const u8* fragments, const Unit* units, float (&total)[2]) {
         constexpr u32 PER = SLOT_BYTES / tile_bytes<FORM>(), MOST = Inputs<K_TILES>::MOST;
         // All of a warp's tiles are in one slot.
         constexpr bool WHOLE = Share<K_TILES>::EVEN && (PER % MOST == 0 || K_TILES <= PER);
@@ -157,7 +143,7 @@ struct Block {
                 if (mine.first - from < PER) {
                     const u8* p = tiles + (mine.first - from) * tile_bytes<FORM>();
 #pragma unroll
-                    for (u32 k = 0; k < MOST; k++) multiply_at<FORM>(p + k * tile_bytes<FORM>(), lane, x.f[k], x.sum[k], total);
+                    for (u32 k = 0; k < MOST; k++) multiply_at<FORM>(p + k * tile_bytes<FORM>(), lane, x.f[k], x.unit[k], total);
                 }
             } else {
                 u32 tile = max(mine.first, from);
@@ -167,12 +153,12 @@ struct Block {
 #pragma unroll
                     for (u32 k = 0; k < 4; k++)
                         multiply_at<FORM>(tiles + (tile + k - from) * tile_bytes<FORM>(), lane, fragment(fragments, tile + k),
-                                          sum_of(sums, tile + k), total);
+                                          unit_of(units, tile + k), total);
                 }
                 if constexpr (!WHOLE || MOST % 4 != 0) {
 #pragma unroll 1
                     for (; tile < until; tile++)
-                        multiply_at<FORM>(tiles + (tile - from) * tile_bytes<FORM>(), lane, fragment(fragments, tile), sum_of(sums, tile), total);
+                        multiply_at<FORM>(tiles + (tile - from) * tile_bytes<FORM>(), lane, fragment(fragments, tile), unit_of(units, tile), total);
                 }
             }
             release();

@@ -1,22 +1,17 @@
 // --- Gated DeltaNet: docs/model-spec.md, section 3 ---
 
-// Of one block's 32 columns of a value head: what the delta rule needs besides this token's projections.
-struct Delta {
-    float s[DK / WARPS];
-};
-
 struct DeltaRule : Block {
-    __device__ __forceinline__ void load_delta(Delta& d, const Layer& w, u32 item) {
+    // Brings what the delta rule needs besides this token's projections, for 32 columns of a value head.
+    __device__ __forceinline__ void load_delta(const Layer& w, u32 item) {
         const u32 head = item / VALUE_SPLIT, column = item % VALUE_SPLIT * 32 + lane, key_head = head / (VALUE_HEADS / KEY_HEADS);
-        const float* state = t.states + w.index * (VALUE_HEADS * DK * DV) + slot_of * t.state_stride +
-                             ((u64)head * DK + warp * (DK / WARPS)) * DV + column;
+        const float* state = states(w, item);
 #pragma unroll
-        for (int i = 0; i < DK / WARPS; i++) d.s[i] = __ldcg(state + (u64)i * DV);
+        for (u32 i = tid; i < DK * 8; i += CONSUMERS) copy16(&s.state[i / 8][i % 8 * 4], state + (u64)(i / 8) * DV + i % 8 * 4);
         const float* conv = convs(w, parity);
         const u32 channels[3] = {key_head * DK + tid, KEY_HEADS * DK + key_head * DK + tid, 2 * KEY_HEADS * DK + head * DV + column};
 #pragma unroll
         for (int c = 0; c < 3; c++) {
-            if (c < 2 ? tid >= DK : warp != WARPS - 1) continue;
+            if (c < 2 ? warp >= DK / 32 : warp != WARPS - 1) continue;
             float* to = window(c);
             const int stride = c < 2 ? DK : 32;
 #pragma unroll
@@ -33,6 +28,10 @@ struct DeltaRule : Block {
             copy4(s.gain + lane, w.vectors[3] + column);
             if (lane < 2) copy4(s.rates + lane, w.vectors[1 + lane] + head);
         }
+    }
+    // The block's columns of a head's state, [DK, DV].
+    __device__ __forceinline__ float* states(const Layer& w, u32 item) const {
+        return t.states + w.index * (VALUE_HEADS * DK * DV) + slot_of * t.state_stride + (u64)(item / VALUE_SPLIT) * (DK * DV) + item % VALUE_SPLIT * 32;
     }
     __device__ __forceinline__ float* convs(const Layer& w, u32 which) const {
         return t.convs + w.index * (2 * PAST * GDN_CHANNELS) + slot_of * t.conv_stride + which * (u64)(PAST * GDN_CHANNELS);
@@ -63,7 +62,7 @@ struct DeltaRule : Block {
         return silu(fmaf(taps[PAST], u, sum));
     }
     // As `delta` in gdn.cu.
-    __device__ __forceinline__ void delta(Delta& d, const Layer& w, u32 item, u32 epoch) {
+    __device__ __forceinline__ void delta(const Layer& w, u32 item, u32 epoch) {
         const u32 head = item / VALUE_SPLIT, part = item % VALUE_SPLIT, column = part * 32 + lane;
         const u32 key_head = head / (VALUE_HEADS / KEY_HEADS);
         const u64* u = t.packets + AT_PROJECTED;
@@ -73,7 +72,7 @@ struct DeltaRule : Block {
         // Blocks that share channels would write the same: one of them does.
         const bool stores = part == 0 && head % (VALUE_HEADS / KEY_HEADS) == 0;
         asm volatile("cp.async.wait_all;" ::: "memory");
-        if (tid < DK) {
+        if (warp < DK / 32) {
             const u64* const from[2] = {u + channels[0], u + channels[1]};
             float in[2];
             receive<2>(from, epoch, in);
@@ -105,11 +104,12 @@ struct DeltaRule : Block {
 #pragma unroll
         for (int i = 0; i < 3; i++) n[i] = (s.sums3[i][0] + s.sums3[i][1]) + (s.sums3[i][2] + s.sums3[i][3]);
         const Gates gates = delta_gates(n[0], n[1], n[2], s.decay[0], s.decay[1], -expf(s.rates[0]), s.rates[1]);
-        float sk = 0, sq = 0;
+        float column_state[DK / WARPS], sk = 0, sq = 0;
 #pragma unroll
         for (int i = 0; i < DK / WARPS; i++) {
-            sk = fmaf(d.s[i], s.k[warp * (DK / WARPS) + i], sk);
-            sq = fmaf(d.s[i], s.q[warp * (DK / WARPS) + i], sq);
+            column_state[i] = s.state[warp * (DK / WARPS) + i][lane];
+            sk = fmaf(column_state[i], s.k[warp * (DK / WARPS) + i], sk);
+            sq = fmaf(column_state[i], s.q[warp * (DK / WARPS) + i], sq);
         }
         s.columns[0][warp][lane] = sk;
         s.columns[1][warp][lane] = sq;
@@ -121,10 +121,10 @@ struct DeltaRule : Block {
             const float square = warp_sum(__fmul_rn(o, o));
             if (lane == 0) send(t.packets + AT_SQUARES + item, square, epoch);
         }
-        float* state = t.states + w.index * (VALUE_HEADS * DK * DV) + slot_of * t.state_stride +
-                       ((u64)head * DK + warp * (DK / WARPS)) * DV + column;
+        float* state = states(w, item) + (u64)(warp * (DK / WARPS)) * DV + lane;
 #pragma unroll
-        for (int i = 0; i < DK / WARPS; i++) state[(u64)i * DV] = delta_state(gates.alpha, d.s[i], s.k[warp * (DK / WARPS) + i], step);
+        for (int i = 0; i < DK / WARPS; i++)
+            state[(u64)i * DV] = delta_state(gates.alpha, column_state[i], s.k[warp * (DK / WARPS) + i], step);
     }
 };
 

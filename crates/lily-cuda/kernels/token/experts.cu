@@ -7,25 +7,25 @@ struct Experts : Attention {
         const Share<SHARED_TILES> common(warp);
         const u32 routed = TOP_K * mine.count;
         constexpr int STEPS = (TOP_K * Share<EXPERT_TILES>::MOST + Share<SHARED_TILES>::MOST + 3) / 4;
-        take<STEPS>(
+        take<STEPS, false>(
             t.packets + AT_MIDDLE, routed + common.count,
             [&](u32 j) {
                 const u32 tile = j < routed ? j / max(mine.count, 1u) * EXPERT_TILES + mine.first + j % max(mine.count, 1u)
                                             : TOP_K * EXPERT_TILES + common.first + j - routed;
                 return min(tile, (u32)PAIR_TILES - 1);
             },
-            nullptr, nullptr, epoch, s.wide, s.wide_sums, [] {});
+            nullptr, false, epoch, s.wide, s.wide_units, [] {});
     }
 
 
     __device__ __forceinline__ void router(u32 epoch) {
         const Span span = s.shares[ROUTER_SHARE];
         Inputs<HIDDEN_TILES> x;
-        load_inputs<HIDDEN_TILES>(x, s.input, s.input_sums);
+        load_inputs<HIDDEN_TILES>(x, s.input, s.input_units);
 #pragma unroll 1
         for (u32 i = span.begin; i < span.end; i++) {
             float total[2] = {0, 0};
-            multiply_rows<Q8, HIDDEN_TILES>(x, s.input, s.input_sums, total);
+            multiply_rows<Q8, HIDDEN_TILES>(x, s.input, s.input_units, total);
             if (i > span.begin) consumer_sync();  // the row block before is summed
             note(s.router[warp], 0, total);
             consumer_sync();
@@ -49,7 +49,7 @@ struct Experts : Attention {
             for (u32 k = 0; k < Share<TILES>::MOST; k++) {
                 const u32 tile = first + g * TILES + mine.first + k;
                 if (mine.has(k))
-                    multiply_at<Q4>(tiles + (g * TILES + mine.first + k) * 576, lane, fragment(s.wide, tile), sum_of(s.wide_sums, tile), total[g]);
+                    multiply_at<Q4>(tiles + (g * TILES + mine.first + k) * 576, lane, fragment(s.wide, tile), unit_of(s.wide_units, tile), total[g]);
             }
         }
 #pragma unroll

@@ -105,9 +105,12 @@ enum Shares { GDN_SHARE, ATTENTION_SHARE, X_SHARE, ROUTER_SHARE, COMMON_SHARE, R
 
 struct Shared {
     u8 slots[RING][SLOT_BYTES];
-    u8 input[HIDDEN_TILES * FRAGMENT_BYTES];
-    u8 wide[WIDE_TILES * FRAGMENT_BYTES];
-    u8 q_tile[16 * KEY_BYTES];
+    alignas(16) u8 input[HIDDEN_TILES * FRAGMENT_BYTES<true>];
+    alignas(16) u8 wide[WIDE_TILES * FRAGMENT_BYTES<true>];
+    union {
+        alignas(16) u8 q_tile[16 * KEY_BYTES];
+        alignas(16) float state[DK][32];  // of the block's columns of a value head, before this token
+    };
     alignas(16) float gathered[MAX2(MAX2(WARPS * HEAD_DIM, SPLITS * 32), WINDOW * (2 * DK + 32))];  // a layer's convolution; or its heads, then splits
     float partial[2][WARPS][PART * TILE_ROWS];
     float router[WARPS][TILE_ROWS];
@@ -117,11 +120,15 @@ struct Shared {
     float sums3[3][4], value[32], gate[32], gain[32], decay[2], rates[2];
     float expanded[SLOTS][TILE_ROWS];
     alignas(16) u16 fresh[2][HEAD_DIM];  // this token's key and value
+    alignas(16) float gains[2 * HEAD_DIM + ROTARY];  // of query and key; cosines and sines of the position
+    float raw_key[HEAD_DIM];
+    u32 page;  // of the position
     Softmax softmaxes[SPLITS];
     float scales[SPLITS];
-    float input_sums[HIDDEN_TILES], wide_sums[WIDE_TILES];
+    Unit input_units[HIDDEN_TILES], wide_units[WIDE_TILES];
     float squares[WARPS];
     float logits[ROUTER_ROWS];
+    u64 candidates[CANDIDATES + TOP_K];
     float residual[MOST_OWN * TILE_ROWS];
     float weights[2][SLOTS];
     u64 full[RING], empty[RING];
@@ -145,21 +152,21 @@ __device__ __forceinline__ void consumer_sync() { asm volatile("bar.sync 1, %0;"
 __device__ __forceinline__ void send(u64* to, float value, u32 epoch) {
     asm volatile("st.relaxed.gpu.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(__float_as_uint(value)), "r"(epoch) : "memory");
 }
-__device__ __forceinline__ bool look(const u64* p, u32 epoch, float& value) {
-    u64 packet;
-    asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(packet) : "l"(p) : "memory");
-    value = __uint_as_float((u32)packet);
-    return (u32)(packet >> 32) == epoch;
-}
 // A packet that does not come means that a block has failed: the launch must fail too, not hang.
 #define PATIENCE (1u << 23)
+// All packets are asked for at once, and again until all are there: one after another, each would take its way through L2.
 template <int N> __device__ __forceinline__ void receive(const u64* const (&from)[N], u32 epoch, float (&values)[N]) {
-    u32 missing = (1u << N) - 1;
-    for (u32 tries = 0;; tries++) {
+    bool there = false;
+    for (u32 tries = 0; !there; tries++) {
+        u64 packets[N];
 #pragma unroll
-        for (int i = 0; i < N; i++)
-            if (missing >> i & 1 && look(from[i], epoch, values[i])) missing &= ~(1u << i);
-        if (!missing) return;
+        for (int i = 0; i < N; i++) asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(packets[i]) : "l"(from[i]) : "memory");
+        there = true;
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            there &= (u32)(packets[i] >> 32) == epoch;
+            values[i] = __uint_as_float((u32)packets[i]);
+        }
         if (tries == PATIENCE) __trap();
     }
 }

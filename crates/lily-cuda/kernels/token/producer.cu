@@ -14,9 +14,9 @@ struct Producer {
     Ring ring;
     u32 lane, ahead;
 
-    // Makes the copies of the first `n` lanes. A slot must be free, and no more than a few copies on their way: they would delay
+    // Makes the copies of the first `n` lanes. A slot must be free, and no more than `most` copies on their way: they would delay
     // the packets, which pass through the same queues.
-    __device__ __forceinline__ void make(const Copy& c, u32 n) {
+    __device__ __forceinline__ void make(const Copy& c, u32 n, u32 most) {
         const u32 lasts = __ballot_sync(FULL, c.last);
 #pragma unroll 1
         for (u32 i = 0; i < n; i++) {
@@ -24,14 +24,29 @@ struct Producer {
                 u64* full = &s.full[ring.slot];
                 if (c.first) {
                     if (ring.round) barrier_wait(&s.empty[ring.slot], (ring.round - 1) & 1);
-                    const bool wraps = ring.slot < ahead;
-                    if (!wraps || ring.round) barrier_wait(full + (wraps ? RING : 0) - ahead, (ring.round - wraps) & 1);
+                    const bool wraps = ring.slot < most;
+                    if (!wraps || ring.round) barrier_wait(full + (wraps ? RING : 0) - most, (ring.round - wraps) & 1);
                     barrier_expect(full, c.filled);
                 }
                 if (c.bytes) bulk_copy(s.slots[ring.slot] + c.offset, c.from, c.bytes, full);
             }
             __syncwarp();  // in order: copies of one slot follow the one that claims it
             if (lasts >> i & 1) ring.next();
+        }
+    }
+    // Makes the copies of the first `n` lanes at once, each into a slot of its own.
+    __device__ __forceinline__ void make_at_once(const u8* from, u32 bytes, u32 n) {
+        const u32 at = ring.slot + lane, slot = at % RING, round = ring.round + at / RING;
+        if (lane < n) {
+            if (round) barrier_wait(&s.empty[slot], (round - 1) & 1);
+            barrier_expect(&s.full[slot], bytes);
+            bulk_copy(s.slots[slot], from, bytes, &s.full[slot]);
+        }
+        __syncwarp();
+        ring.slot += n;
+        if (ring.slot >= RING) {
+            ring.slot -= RING;
+            ring.round++;
         }
     }
     // Piece `i` of row blocks of a matrix, each of `strip` bytes in pieces of `piece` bytes.
@@ -46,7 +61,7 @@ struct Producer {
     __device__ __forceinline__ void fetch_rows(const u8* tiles, Span span, u32 strip, u32 piece) {
         const u32 n = pieces(span, strip, piece);
 #pragma unroll 1
-        for (u32 i = 0; i < n; i += 32) make(rows(tiles, span, strip, piece, i + lane), min(32u, n - i));
+        for (u32 i = 0; i < n; i += 32) make(rows(tiles, span, strip, piece, i + lane), min(32u, n - i), ahead);
     }
     // Keys and values that this block attends to, but for the token's own.
     __device__ __forceinline__ void fetch_keys(const Token& t, const Layer& w, u32 slot, u32 position) {
@@ -64,7 +79,7 @@ struct Producer {
                 const u64 number = __ldcg(t.pages + (u64)slot * t.most_pages + page);
                 const u16* from = cache + number * t.page_stride + (u64)(value * KV_HEADS + item % KV_HEADS) * PAGE_VALUES + first * HEAD_DIM;
                 const u32 bytes = min((u32)KEYS_PER_SLOT, position - (page * PAGE + first)) * KEY_BYTES;
-                make(Copy{(const u8*)from, bytes, 0, bytes, true, true}, min(32u, n - i));
+                make(Copy{(const u8*)from, bytes, 0, bytes, true, true}, min(32u, n - i), ahead);
             }
         }
     }
@@ -88,11 +103,12 @@ struct Producer {
 #pragma unroll
         for (int i = 0; i < LANE_KEYS; i++)
             keys[i] = i < LANE_EXPERTS && lane * LANE_EXPERTS + i < EXPERTS ? order_key(s.logits[lane * LANE_EXPERTS + i]) : 0u;
-        top_k_of_keys(keys, lane, index, value);
+        top_k_of_keys(keys, lane, s.candidates, index, value);
         const Span routed = s.shares[ROUTED_SHARE], own = s.shares[X_SHARE];
         constexpr u32 STRIP = HIDDEN_TILES * 576;
         const u32 unit = min(routed.begin + lane, (u32)TOP_K * GATE_UP_BLOCKS - 1), expert = __shfl_sync(FULL, index, unit / GATE_UP_BLOCKS);
-        make(rows(w.gate_up + (u64)expert * GATE_UP_BLOCKS * STRIP, Span{unit % GATE_UP_BLOCKS, 0}, STRIP, STRIP, 0), routed.end - routed.begin);
+        // No more than there are slots: src/token.rs sees to it.
+        make_at_once(w.gate_up + ((u64)expert * GATE_UP_BLOCKS + unit % GATE_UP_BLOCKS) * STRIP, STRIP, routed.end - routed.begin);
         const float weight = top_k_weight(value, lane);
         if (lane < TOP_K) weights[lane] = weight;
         if (lane == TOP_K) weights[lane] = sigmoid(s.logits[EXPERTS]);
@@ -105,7 +121,7 @@ struct Producer {
             if (lane > 0)
                 c = Copy{w.down + ((u64)chosen * HIDDEN_BLOCKS + i) * EXPERT_STRIP, EXPERT_STRIP, of * EXPERT_STRIP,
                          min((u32)EXPERTS_PER_SLOT, TOP_K - (k - of)) * EXPERT_STRIP, of == 0, of == EXPERTS_PER_SLOT - 1 || k == TOP_K - 1};
-            make(c, 1 + TOP_K);
+            make(c, 1 + TOP_K, RING);
         }
     }
     __device__ __forceinline__ void run(const Token& t) {

@@ -3,32 +3,33 @@
 struct Consumer : Experts {
     // x for products of HIDDEN inputs, times the gain of its norm; `inverse_rms` has the rest. Meanwhile loads what the delta rule
     // needs, if `has_delta`.
-    __device__ __forceinline__ void take_x(u32 at, const float* gain, u32 epoch, bool has_delta, Delta& d, const Layer& w) {
+    __device__ __forceinline__ void take_x(u32 at, const float* gain, u32 epoch, bool has_delta, bool has_keys, const Layer& w) {
         const Share<HIDDEN_TILES> mine(warp);
         constexpr int STEPS = (Share<HIDDEN_TILES>::MOST + 3) / 4;
-        const float total = take<STEPS>(
-            t.packets + at, mine.count, [&](u32 j) { return min(mine.first + j, (u32)HIDDEN_TILES - 1); }, gain, nullptr, epoch, s.input,
-            s.input_sums, [&] {
-                if (has_delta) load_delta(d, w, blockIdx.x);
+        const float total = take<STEPS, false>(
+            t.packets + at, mine.count, [&](u32 j) { return min(mine.first + j, (u32)HIDDEN_TILES - 1); }, gain, false, epoch, s.input,
+            s.input_units, [&] {
+                if (has_delta) load_delta(w, blockIdx.x);
+                if (has_keys) load_attention(w);
             });
         if (lane == 0) s.squares[warp] = total;
     }
     // The mixer's result.
-    template <int TILES> __device__ __forceinline__ void take_mixed(const u64* squares, u32 epoch) {
+    template <int TILES> __device__ __forceinline__ void take_mixed(bool normed, u32 epoch) {
         const Share<TILES> mine(warp);
         constexpr int STEPS = (Share<TILES>::MOST + 3) / 4;
-        take<STEPS>(
-            t.packets + AT_MIXED, mine.count, [&](u32 j) { return min(mine.first + j, (u32)TILES - 1); }, nullptr, squares, epoch, s.wide,
-            s.wide_sums, [] {});
+        take<STEPS, true>(
+            t.packets + AT_MIXED, mine.count, [&](u32 j) { return min(mine.first + j, (u32)TILES - 1); }, nullptr, normed, epoch, s.wide,
+            s.wide_units, [] {});
     }
     // x += W mixed, for the rows of x that this block owns.
     template <int K_TILES> __device__ __forceinline__ void out(Span own, u32 epoch) {
         Inputs<K_TILES> x;
-        load_inputs<K_TILES>(x, s.wide, s.wide_sums);
+        load_inputs<K_TILES>(x, s.wide, s.wide_units);
 #pragma unroll 1
         for (u32 block = own.begin; block < own.end; block++) {
             float total[2] = {0, 0};
-            multiply_rows<Q4, K_TILES>(x, s.wide, s.wide_sums, total);
+            multiply_rows<Q4, K_TILES>(x, s.wide, s.wide_units, total);
             note(s.partial[0][warp], block - own.begin, total);
         }
         consumer_sync();
@@ -66,7 +67,7 @@ struct Consumer : Experts {
     // Row blocks of `common`, and of the chosen experts `routed`.
     __device__ __forceinline__ void product(Product what, u32 rows, Span common, Span routed, u32 epoch) {
         Inputs<HIDDEN_TILES> x;
-        load_inputs<HIDDEN_TILES>(x, s.input, s.input_sums);
+        load_inputs<HIDDEN_TILES>(x, s.input, s.input_units);
         const u32 count = common.end - common.begin + routed.end - routed.begin;
         u32 half = 0;
 #pragma unroll 1
@@ -75,7 +76,7 @@ struct Consumer : Experts {
 #pragma unroll 1
             for (u32 i = 0; i < n; i++) {
                 float total[2] = {0, 0};
-                multiply_rows<Q4, HIDDEN_TILES>(x, s.input, s.input_sums, total);
+                multiply_rows<Q4, HIDDEN_TILES>(x, s.input, s.input_units, total);
                 note(s.partial[half][warp], i, total);
             }
             consumer_sync();
@@ -104,6 +105,20 @@ struct Consumer : Experts {
         }
     }
 
+    // A product that adds to the rows of x that this block owns: of the mixer's result, or of what the experts have in the middle.
+    __device__ __forceinline__ void add_to_x(const Layer& w, bool moe, const float* weights, Span own, u32 epoch) {
+        if (moe) {
+            take_middle(epoch - 1);
+            down(weights, own, epoch);
+        } else if (VALUE_TILES == QUERY_TILES || !w.attention) {
+            take_mixed<VALUE_TILES>(!w.attention, epoch);
+            out<VALUE_TILES>(own, epoch);
+        } else {
+            take_mixed<QUERY_TILES>(false, epoch);
+            out<QUERY_TILES>(own, epoch);
+        }
+    }
+
     __device__ __forceinline__ void run() {
         wait_for_inputs();
         slot_of = t.segments[0].slot;
@@ -123,8 +138,8 @@ struct Consumer : Experts {
             const bool moe = half & 1, end = l == t.n_layers;
             const Layer& w = s.layers[end ? 0 : l];
             const bool has_delta = !moe && !end && !w.attention && blockIdx.x < DELTA_ITEMS;
-            Delta d;
-            take_x(moe ? AT_MID : AT_X, end ? t.norm : moe ? w.post_norm : w.input_norm, epoch, has_delta, d, w);
+            const bool has_keys = !moe && !end && w.attention && blockIdx.x < used_splits(position) * KV_HEADS;
+            take_x(moe ? AT_MID : AT_X, end ? t.norm : moe ? w.post_norm : w.input_norm, epoch, has_delta, has_keys, w);
             if (moe) {
                 router(epoch);
                 product(GATE_UP, 0, s.shares[COMMON_SHARE], s.shares[ROUTED_SHARE], epoch);
@@ -141,17 +156,13 @@ struct Consumer : Experts {
                 for (u32 item = blockIdx.x; has_delta && item < DELTA_ITEMS; item += gridDim.x) {
                     if (item != blockIdx.x) {
                         consumer_sync();
-                        load_delta(d, w, item);
+                        load_delta(w, item);
                     }
-                    delta(d, w, item, epoch);
+                    delta(w, item, epoch);
                 }
             }
-            if (moe) take_middle(epoch);
-            else if (VALUE_TILES == QUERY_TILES || !w.attention) take_mixed<VALUE_TILES>(w.attention ? nullptr : t.packets + AT_SQUARES, epoch);
-            else take_mixed<QUERY_TILES>(nullptr, epoch);
-            if (moe) down(s.weights[l & 1], own, ++epoch);
-            else if (VALUE_TILES == QUERY_TILES || !w.attention) out<VALUE_TILES>(own, epoch);
-            else out<QUERY_TILES>(own, epoch);
+            epoch += moe;
+            if (owned > 0) add_to_x(w, moe, s.weights[l & 1], own, epoch);
             if (moe && l == t.n_layers - 1) {
                 if (tid < owned) t.x[first + tid] = s.residual[tid];
                 launch_dependents();
@@ -172,7 +183,7 @@ struct Consumer : Experts {
 
 extern "C" __global__ void __launch_bounds__(TOKEN_THREADS, 1) token(const __grid_constant__ Token t) {
     Shared& s = *(Shared*)shared;
-    const u32 tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
+    const u32 tid = threadIdx.x, warp = __shfl_sync(FULL, tid / 32, 0), lane = tid % 32;  // the compiler sees that it is the same in a warp
     if (tid == 0) {
 #pragma unroll 1
         for (u32 i = 0; i < RING; i++) {
@@ -188,12 +199,12 @@ extern "C" __global__ void __launch_bounds__(TOKEN_THREADS, 1) token(const __gri
     __syncthreads();
     if (warp >= WARPS) {
 #if STEERS_REGISTERS
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 104;");
 #endif
         if (warp == WARPS) Producer{s, Ring{0, 0}, lane, (u32)t.ahead}.run(t);
     } else {
 #if STEERS_REGISTERS
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 200;");
 #endif
         Consumer{s, t, Ring{0, 0}, tid, warp, lane, 0, 0, 0, -INFINITY, 0xffffffffu, 0}.run();
     }

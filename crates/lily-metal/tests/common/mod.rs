@@ -1,28 +1,33 @@
-//! Runs Metal kernels on the CPU: see `shim/runtime.cpp`.
+//! Runs Metal kernels where there is no Mac: on the CPU, or with `LILY_TEST_DEVICE=cuda` on an NVIDIA GPU.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 #![allow(dead_code, reason = "each test file uses its own part")]
 
+pub mod cpu;
+pub mod gpu;
 pub mod machine;
 pub mod model;
 pub mod signature;
+pub mod text;
 
-use std::ffi::{CStr, CString, c_char, c_int, c_void};
-use std::hash::{DefaultHasher, Hash, Hasher};
-use std::path::{Path, PathBuf};
-use std::process::Command;
-use std::sync::Mutex;
+use lily_metal::plan::{LANES, THREADGROUP_MEMORY, THREADGROUP_MEMORY_ALIGNMENT};
 
-use libloading::Library;
-
-use signature::{Parameter, Signature};
+use cpu::{Cpu, Guarded};
+use gpu::{Gpu, Mirrored};
+use signature::Signature;
 
 /// Compiled kernels.
 pub struct Kernels {
-    library: Library,
+    device: Device,
     pub signatures: Vec<Signature>,
 }
 
-/// In which order threads and threadgroups run.
+/// What they run on.
+enum Device {
+    Cpu(Cpu),
+    Gpu(Gpu),
+}
+
+/// In which order the CPU runs threads and threadgroups. A GPU has its own.
 #[derive(Clone, Copy, Debug)]
 pub enum Order {
     Forward,
@@ -33,48 +38,37 @@ pub enum Order {
 
 pub const ORDERS: [Order; 3] = [Order::Forward, Order::Backward, Order::Random(7)];
 
-/// Where a buffer's guard is.
+/// Where a buffer's guard is on the CPU. On a GPU a sanitizer looks.
 #[derive(Clone, Copy, Debug)]
 pub enum Guard {
     Start,
     End,
 }
 
-#[repr(C)]
-struct Request {
-    kernel: *const c_char,
-    buffers: *const *mut c_void,
-    buffer_count: u32,
-    memory: *const u32,
-    memory_count: u32,
-    grid: [u32; 3],
-    threads: u32,
-    order: u32,
-}
-
-type Allocate = unsafe extern "C" fn(usize, bool) -> *mut c_void;
-type Release = unsafe extern "C" fn(*mut c_void, usize);
-type Run = unsafe extern "C" fn(*const Request, *mut c_char, usize) -> c_int;
-
-/// Memory of a kernel; an access past its guard is caught.
+/// Memory of a kernel; on the CPU an access past its guard is caught.
 pub struct Memory {
-    address: *mut u8,
+    place: Place,
     pub bytes: usize,
-    release: Release,
 }
 
-// SAFETY: the memory belongs to this value alone.
-unsafe impl Send for Memory {}
+enum Place {
+    Cpu(Guarded),
+    Gpu(Mirrored),
+}
 
 impl Memory {
     pub fn bytes(&self) -> &[u8] {
-        // SAFETY: `bytes` bytes were allocated, and live as long as this value.
-        unsafe { std::slice::from_raw_parts(self.address, self.bytes) }
+        match &self.place {
+            Place::Cpu(memory) => memory.bytes(),
+            Place::Gpu(memory) => &memory.host,
+        }
     }
 
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above, and this is the only reference.
-        unsafe { std::slice::from_raw_parts_mut(self.address, self.bytes) }
+        match &mut self.place {
+            Place::Cpu(memory) => memory.bytes_mut(),
+            Place::Gpu(memory) => memory.bytes_mut(),
+        }
     }
 
     pub fn words(&self) -> Vec<u32> {
@@ -97,56 +91,23 @@ impl Memory {
     }
 }
 
-impl Drop for Memory {
-    fn drop(&mut self) {
-        // SAFETY: allocated by the same library with this length.
-        unsafe { (self.release)(self.address.cast(), self.bytes) }
-    }
-}
-
-fn shim() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/shim")
-}
-
 impl Kernels {
-    /// Compiles Metal source with the C++ compiler; the source itself is not changed. The result is kept for the next
-    /// run. Never unloaded: threads keep memory that belongs to it.
+    /// Compiles Metal source for the device that tests run on. Never unloaded: threads keep memory that belongs to it.
     pub fn compile(source: &str) -> &'static Self {
-        static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
-        let guard = ONE_AT_A_TIME.lock().unwrap_or_else(|broken| broken.into_inner());
         let signatures = signature::signatures(source).unwrap();
-        let entry = entry(&signatures);
-        let mut hash = DefaultHasher::new();
-        for file in ["metal_stdlib", "entry.h", "runtime.cpp"] {
-            std::fs::read(shim().join(file)).unwrap().hash(&mut hash);
-        }
-        (source, &entry, FLAGS).hash(&mut hash);
-        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("metal-{:016x}", hash.finish()));
-        let library = folder.join("kernels.so");
-        if !library.exists() {
-            std::fs::create_dir_all(&folder).unwrap();
-            std::fs::write(folder.join("lily.metal"), source).unwrap();
-            std::fs::write(folder.join("entry.cpp"), entry).unwrap();
-            build(&folder);
-        }
-        // SAFETY: the library was built from our sources; its constructors only make a list.
-        let library = unsafe { Library::new(library) }.unwrap();
-        drop(guard);
-        Box::leak(Box::new(Self { library, signatures }))
+        let device = match gpu::wanted() {
+            true => Device::Gpu(Gpu::compile(source, &signatures)),
+            false => Device::Cpu(Cpu::compile(source, &signatures)),
+        };
+        Box::leak(Box::new(Self { device, signatures }))
     }
 
     pub fn allocate(&self, bytes: usize, guard: Guard) -> Memory {
-        // SAFETY: the functions have these types in runtime.cpp.
-        let (allocate, release) = unsafe {
-            (
-                *self.library.get::<Allocate>(b"shim_allocate\0").unwrap(),
-                *self.library.get::<Release>(b"shim_release\0").unwrap(),
-            )
+        let place = match &self.device {
+            Device::Cpu(cpu) => Place::Cpu(cpu.allocate(bytes, guard)),
+            Device::Gpu(gpu) => Place::Gpu(gpu.allocate(bytes)),
         };
-        // SAFETY: it only allocates.
-        let address = unsafe { allocate(bytes, matches!(guard, Guard::End)) };
-        assert!(!address.is_null(), "{bytes} bytes of memory");
-        let mut memory = Memory { address: address.cast(), bytes, release };
+        let mut memory = Memory { place, bytes };
         // NaN, so that what is read before it is written shows.
         memory.bytes_mut().fill(0xff);
         memory
@@ -161,82 +122,67 @@ impl Kernels {
         buffers: &mut [&mut Memory],
         order: Order,
     ) -> Result<(), String> {
-        let name = CString::new(kernel).unwrap();
-        let buffers: Vec<*mut c_void> = buffers.iter().map(|b| b.address.cast()).collect();
-        let memory: Vec<u32> = memory.iter().map(|&n| n as u32).collect();
-        let request = Request {
-            kernel: name.as_ptr(),
-            buffers: buffers.as_ptr(),
-            buffer_count: buffers.len() as u32,
-            memory: memory.as_ptr(),
-            memory_count: memory.len() as u32,
-            grid: grid.map(|n| n as u32),
-            threads: threads as u32,
-            order: match order {
-                Order::Forward => 0,
-                Order::Backward => 1,
-                Order::Random(seed) => 2 + u32::from(seed),
-            },
-        };
-        let mut error = [0 as c_char; 400];
-        // SAFETY: the function has this type in runtime.cpp; all pointers live until it returns, and the kernels' accesses
-        // are held to their buffers by guard pages.
-        let code = unsafe {
-            self.library.get::<Run>(b"shim_launch\0").unwrap()(&request, error.as_mut_ptr(), error.len())
-        };
-        // SAFETY: the runtime ends it with a zero.
-        let error = || unsafe { CStr::from_ptr(error.as_ptr()) }.to_string_lossy().into_owned();
-        if code == 0 { Ok(()) } else { Err(error()) }
+        let signature = self.signatures.iter().find(|s| s.name == kernel);
+        let signature = signature.ok_or_else(|| format!("{kernel}: there is no such kernel"))?;
+        check_launch(signature, grid, threads, memory, buffers.len())
+            .map_err(|why| format!("{kernel}: {why}"))?;
+        match &self.device {
+            Device::Cpu(cpu) => {
+                let buffers: Vec<&Guarded> = buffers
+                    .iter()
+                    .filter_map(|b| match &b.place {
+                        Place::Cpu(memory) => Some(memory),
+                        Place::Gpu(_) => None,
+                    })
+                    .collect();
+                cpu.launch(kernel, grid, threads, memory, &buffers, order)
+            }
+            Device::Gpu(gpu) => {
+                let mut buffers: Vec<&mut Mirrored> = buffers
+                    .iter_mut()
+                    .filter_map(|b| match &mut b.place {
+                        Place::Gpu(memory) => Some(memory),
+                        Place::Cpu(_) => None,
+                    })
+                    .collect();
+                gpu.launch(signature, grid, threads, memory, &mut buffers)
+            }
+        }
     }
 }
 
-/// Indices of private arrays, shifts and alignment are checked; a fault says so.
-const FLAGS: [&str; 11] = [
-    "-std=c++17",
-    "-O2",
-    "-fPIC",
-    "-shared",
-    "-Wall",
-    "-Werror",
-    "-Wno-attributes",
-    "-U_FORTIFY_SOURCE",
-    "-ffp-contract=off",
-    "-fsanitize=bounds-strict,alignment,shift,integer-divide-by-zero",
-    "-fsanitize-undefined-trap-on-error",
-];
-
-fn build(folder: &Path) {
-    let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned());
-    let made = folder.join(format!("kernels-{}.so", std::process::id()));
-    let output = Command::new(&compiler)
-        .args(FLAGS)
-        .arg("-I")
-        .arg(shim())
-        .args([folder.join("entry.cpp"), shim().join("runtime.cpp")])
-        .arg("-o")
-        .arg(&made)
-        .output()
-        .unwrap_or_else(|e| panic!("the C++ compiler {compiler} can't be run ({e}): install one (Debian: apt install build-essential)"));
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    std::fs::rename(made, folder.join("kernels.so")).unwrap();
-}
-
-/// An entry point for each kernel, which passes it what its signature's attributes ask for.
-fn entry(signatures: &[Signature]) -> String {
-    let mut text = "#include \"lily.metal\"\n#include \"entry.h\"\n".to_owned();
-    for s in signatures {
-        let arguments: Vec<String> = s
-            .parameters
-            .iter()
-            .map(|p| match p {
-                Parameter::Buffer { index, .. } => format!("shim::buffer({index})"),
-                Parameter::Threadgroup { index } => format!("shim::threadgroup_memory({index})"),
-                Parameter::BuiltIn(name) => format!("shim::{name}()"),
-            })
-            .collect();
-        let (name, arguments) = (&s.name, arguments.join(", "));
-        text += &format!("static void entry_{name}() {{ {name}({arguments}); }}\n");
-        text += &format!("static shim::Kernel kernel_{name}(\"{name}\", entry_{name});\n");
+/// Refuses what no Apple GPU since family 7 could launch, and what doesn't fit the kernel's signature.
+fn check_launch(
+    signature: &Signature,
+    grid: [usize; 3],
+    threads: usize,
+    memory: &[usize],
+    buffers: usize,
+) -> Result<(), String> {
+    let all: usize = memory.iter().sum();
+    if grid.contains(&0) {
+        return Err(format!("a grid of {grid:?} threadgroups"));
     }
-    text
+    if threads == 0 || !threads.is_multiple_of(LANES) || threads > signature.threads {
+        let most = signature.threads;
+        return Err(format!("{threads} threads, expected a multiple of {LANES}, at most {most}"));
+    }
+    if all > THREADGROUP_MEMORY {
+        return Err(format!("{all} bytes of threadgroup memory, more than {THREADGROUP_MEMORY}"));
+    }
+    if let Some(odd) = memory.iter().find(|n| **n == 0 || !n.is_multiple_of(THREADGROUP_MEMORY_ALIGNMENT)) {
+        return Err(format!(
+            "{odd} bytes of threadgroup memory, expected a multiple of {THREADGROUP_MEMORY_ALIGNMENT}"
+        ));
+    }
+    let expected = (signature.buffers(), signature.threadgroup_memory());
+    if (buffers, memory.len()) != expected {
+        return Err(format!(
+            "{buffers} buffers and {} lengths of threadgroup memory, its signature has {} and {}",
+            memory.len(),
+            expected.0,
+            expected.1
+        ));
+    }
+    Ok(())
 }

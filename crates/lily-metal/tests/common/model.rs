@@ -1,6 +1,6 @@
 //! Models for the machine, with the CPU's reference beside them.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use lily_cpu::reference::Reference;
 use lily_metal::plan::{Contents, KvType};
@@ -21,9 +21,10 @@ pub struct Model {
     checkpoint: Checkpoint,
 }
 
-/// A folder below the repository's.
-pub fn folder(path: &str) -> std::path::PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(path)
+/// A folder below the repository's, which `LILY_ROOT` names where the tests run elsewhere than they were built.
+pub fn folder(path: &str) -> PathBuf {
+    let root = std::env::var_os("LILY_ROOT").map(PathBuf::from);
+    root.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")).join(path)
 }
 
 impl Model {

@@ -1,5 +1,7 @@
 //! Reads the signatures of kernels from their text.
 
+use lily_metal::plan::{LANES, MOST_BUFFERS, MOST_THREADS};
+
 /// A kernel.
 #[derive(Clone, Debug)]
 pub struct Signature {
@@ -7,6 +9,42 @@ pub struct Signature {
     /// Most threads of a threadgroup.
     pub threads: usize,
     pub parameters: Vec<Parameter>,
+}
+
+impl Signature {
+    pub fn buffers(&self) -> usize {
+        self.parameters.iter().filter(|p| matches!(p, Parameter::Buffer { .. })).count()
+    }
+
+    pub fn threadgroup_memory(&self) -> usize {
+        self.parameters.iter().filter(|p| matches!(p, Parameter::Threadgroup { .. })).count()
+    }
+
+    /// Refuses what no Apple GPU since family 7 takes, and indices that are not those of the plan, which counts from 0.
+    fn check(&self) -> Result<(), String> {
+        let (mut buffers, mut memory) = (0, 0);
+        for parameter in &self.parameters {
+            let (what, index, next) = match parameter {
+                Parameter::Buffer { index, .. } => ("buffer", *index, &mut buffers),
+                Parameter::Threadgroup { index } => ("threadgroup", *index, &mut memory),
+                Parameter::BuiltIn(_) => continue,
+            };
+            if index != *next || index >= MOST_BUFFERS {
+                let Self { name, .. } = self;
+                return Err(format!(
+                    "kernel {name}: [[{what}({index})]], expected {next}, below {MOST_BUFFERS}"
+                ));
+            }
+            *next += 1;
+        }
+        match self.threads {
+            n if n > 0 && n.is_multiple_of(LANES) && n <= MOST_THREADS => Ok(()),
+            n => Err(format!(
+                "kernel {}: {n} threads, expected a multiple of {LANES}, at most {MOST_THREADS}",
+                self.name
+            )),
+        }
+    }
 }
 
 /// A parameter, by its attribute.
@@ -40,9 +78,16 @@ pub fn signatures(source: &str) -> Result<Vec<Signature>, String> {
             .split(",\n")
             .map(|text| parameter(text).ok_or_else(|| problem(text)))
             .collect::<Result<_, _>>()?;
-        out.push(Signature { name: name.to_owned(), threads, parameters });
+        let signature = Signature { name: name.to_owned(), threads, parameters };
+        signature.check()?;
+        out.push(signature);
     }
-    Ok(out)
+    let kernels =
+        text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').filter(|w| *w == "kernel").count();
+    match kernels == out.len() {
+        true => Ok(out),
+        false => Err(format!("{kernels} kernels, but {} of type void", out.len())),
+    }
 }
 
 fn parameter(text: &str) -> Option<Parameter> {

@@ -2,6 +2,24 @@
 #pragma once
 
 namespace shim {
+#if defined(SHIM_CHECK)
+struct Buffer {
+    template <class T> operator device T*() const;
+    template <class T> operator constant T*() const;
+};
+struct ThreadgroupMemory {
+    template <class T> operator threadgroup T*() const;
+};
+struct Group {
+    operator uint() const;
+    operator uint2() const;
+};
+Buffer buffer(uint index);
+ThreadgroupMemory threadgroup_memory(uint index);
+Group threadgroup_position_in_grid();
+uint thread_index_in_threadgroup();
+uint simdgroup_index_in_threadgroup();
+#else
 struct Pointer {
     void* address;
     template <class T> operator T*() const { return static_cast<T*>(address); }
@@ -11,12 +29,20 @@ struct Group {
     operator uint() const { return x; }
     operator uint2() const { return {x, y}; }
 };
+#ifdef __CUDACC__
+extern __shared__ __align__(16) unsigned char shared_memory[];
+inline Pointer buffer(void* address) { return {address}; }
+/// Each threadgroup memory argument is a part of the block's shared memory.
+inline Pointer threadgroup_memory(uint at) { return {shared_memory + at}; }
+inline Group threadgroup_position_in_grid() { return {blockIdx.x, blockIdx.y}; }
+inline uint thread_index_in_threadgroup() { return threadIdx.x; }
+inline uint simdgroup_index_in_threadgroup() { return threadIdx.x / LANES; }
+#else
 Pointer buffer(uint index);
 Pointer threadgroup_memory(uint index);
 Group threadgroup_position_in_grid();
 uint thread_index_in_threadgroup();
 uint simdgroup_index_in_threadgroup();
-inline uint thread_index_in_simdgroup() { return lane(); }
 
 /// Adds a kernel to those that can be launched.
 struct Kernel {
@@ -25,4 +51,13 @@ struct Kernel {
     Kernel* next;
     Kernel(const char* name, void (*entry)());
 };
+#endif
+#endif
+inline uint thread_index_in_simdgroup() { return lane(); }
 }  // namespace shim
+
+#ifdef SHIM_CHECK
+// Words of C++ that Metal lacks; and `auto` and `static`, which would hide an address space.
+#pragma GCC poison double long goto new delete try catch throw virtual typeid dynamic_cast thread_local register noexcept
+#pragma GCC poison std asm auto static
+#endif

@@ -4,6 +4,7 @@
 // launch with a message.
 #include <setjmp.h>
 #include <signal.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -23,7 +24,7 @@
 
 namespace shim {
 namespace {
-constexpr uint LANES = 32, MOST_THREADS = 1024;
+constexpr uint MOST_THREADS = 1024;
 constexpr size_t PAGE = 4096;
 // No power of two: the tops of all stacks would share a few lines of the cache.
 constexpr size_t STACK = (16 << 10) + 5 * 64;
@@ -58,7 +59,7 @@ struct Machine {
     void* const* buffers = nullptr;
     std::vector<std::pair<void*, size_t>> memory;
     Group group{};
-    uint threads = 0, buffer_count = 0, at_barrier = 0;
+    uint threads = 0, at_barrier = 0;
     const char* problem = nullptr;
     ~Machine();
 };
@@ -210,15 +211,8 @@ uint thread_index_in_threadgroup() { return machine.current->index; }
 uint simdgroup_index_in_threadgroup() { return machine.current->index / LANES; }
 Group threadgroup_position_in_grid() { return machine.group; }
 
-Pointer buffer(uint index) {
-    if (index >= machine.buffer_count) fail("a buffer that is not bound");
-    return {machine.buffers[index]};
-}
-
-Pointer threadgroup_memory(uint index) {
-    if (index >= machine.memory.size()) fail("a threadgroup memory argument without a length");
-    return {machine.memory[index].first};
-}
+Pointer buffer(uint index) { return {machine.buffers[index]}; }
+Pointer threadgroup_memory(uint index) { return {machine.memory[index].first}; }
 
 void barrier() {
     if (++machine.at_barrier < machine.threads) return suspend(State::at_barrier);
@@ -254,7 +248,6 @@ using namespace shim;
 struct Request {
     const char* kernel;
     void* const* buffers;
-    uint buffer_count;
     const uint* memory;
     uint memory_count;
     uint grid[3];
@@ -267,28 +260,22 @@ extern "C" void* shim_allocate(size_t bytes, bool guard_end) { return allocate(b
 
 extern "C" void shim_release(void* address, size_t bytes) { release(address, bytes); }
 
-/// Runs a kernel. 0, or 1 with the reason in `error`.
+/// Runs a kernel that there is, with as many buffers and lengths of threadgroup memory as it has. 0, or 1 with the reason in
+/// `error`.
 extern "C" int shim_launch(const Request* request, char* error, size_t error_size) {
     catch_faults();
     here = &own_machine;
-    const Kernel* found = kernels;
-    while (found && strcmp(found->name, request->kernel) != 0) found = found->next;
-    machine.kernel = found;
+    machine.kernel = kernels;
+    while (strcmp(machine.kernel->name, request->kernel) != 0) machine.kernel = machine.kernel->next;
     machine.buffers = request->buffers;
-    machine.buffer_count = request->buffer_count;
     machine.threads = request->threads;
-    machine.problem = found ? nullptr : "there is no such kernel";
-    if (request->threads == 0 || request->threads % LANES || request->threads > MOST_THREADS)
-        machine.problem = "threads of a threadgroup must be a multiple of 32, at most 1024";
+    machine.problem = nullptr;
     for (auto& m : machine.memory) release(m.first, m.second);
     machine.memory.clear();
-    size_t memory = 0;
     for (uint i = 0; i < request->memory_count; ++i) {
-        memory += request->memory[i];
         machine.memory.push_back({allocate(request->memory[i], true), request->memory[i]});
         if (!machine.memory.back().first) machine.problem = "no memory";
     }
-    if (memory > 32768) machine.problem = "more than 32768 bytes of threadgroup memory";
     if (!machine.stacks && !make_fibers()) machine.problem = "no memory";
     const std::vector<uint> threads = make_order(request->threads, request->order);
     const uint width = request->grid[0], groups = width * request->grid[1] * request->grid[2];

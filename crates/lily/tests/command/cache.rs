@@ -87,9 +87,9 @@ fn a_reply_that_stays_in_the_prompt_is_not_read_again() {
     turns.push(message(&first).clone());
     turns.push(json!({"role": "user", "content": "Tell me a story about a fox"}));
     let second = ask_both(&server, &messages, &more);
-    // All of the reply but the token that ended it, which nothing was fed after.
-    let reply = first["usage"]["completion_tokens"].as_u64().unwrap() - 1;
-    assert_eq!(cached_tokens(&second), prompt_tokens(&first) + reply);
+    // All of the reply but the token that ended it; that one too where a step is under way before the one before it is read.
+    let reply = prompt_tokens(&first) + first["usage"]["completion_tokens"].as_u64().unwrap();
+    assert!((reply - 1..=reply).contains(&cached_tokens(&second)), "{second}");
 }
 
 #[test]

@@ -1,0 +1,287 @@
+//! The kernels as machine code of an NVIDIA GPU: that there is such code, which needs only NVRTC; what they cost there; and
+//! that the sanitizers see mistakes. What they compute is tested by the other tests, with `LILY_TEST_DEVICE=cuda`.
+#![cfg(target_os = "linux")]
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+mod common;
+
+use std::sync::Arc;
+
+use common::gpu::{Gpu, code, context, enqueue, options, wanted};
+use common::model::{Model, edge_shapes, folder};
+use common::signature::signatures;
+use common::text::{Way, whole};
+use common::{Guard, Kernels, Order};
+use lily_cuda::compile::Compiler;
+use lily_cuda::driver::{Buffer, Context, Function};
+use lily_cuda::profile::{copy_bandwidth, median_us};
+use lily_metal::plan::{Contents, KvType, Launch, Plan, State};
+use lily_metal::{plan, source};
+use lily_model::config::Config;
+use lily_model::presets::CONFIG_35B_A3B;
+
+const WRONG: &str = include_str!("shim/wrong.metal");
+
+/// A kernel that does nothing: what a launch costs.
+const IDLE: &str = "#include <metal_stdlib>
+using namespace metal;
+[[max_total_threads_per_threadgroup(128)]]
+kernel void idle(
+    device float* out [[buffer(0)]],
+    uint i [[thread_index_in_threadgroup]]
+) {
+    if (i >= 128) {
+        out[i] = 0.0f;
+    }
+}
+";
+
+/// NVRTC. Without it there is nothing to test, but where `./test` has brought it that is a failure.
+fn compiler() -> Option<Compiler> {
+    let compiler = Compiler::load();
+    if compiler.is_none() {
+        assert!(
+            std::env::var_os("LILY_NVRTC").is_none(),
+            "libnvrtc can't be loaded, though LILY_NVRTC is set"
+        );
+        println!("skipped: libnvrtc can't be loaded");
+    }
+    compiler
+}
+
+fn real() -> Config {
+    Config::from_json(CONFIG_35B_A3B).unwrap()
+}
+
+/// The assembler's report is that no kernel has too few registers, and no warnings.
+#[test]
+fn the_kernels_compile_for_an_nvidia_gpu() {
+    let Some(compiler) = compiler() else { return };
+    for kv in [KvType::Bf16, KvType::F32] {
+        let source = source::source(&real(), kv);
+        let signatures = signatures(&source).unwrap();
+        let text = whole(&source, &signatures, Way::Cuda);
+        let log = compiler.compile("metal.cu", &text, &options("sm_90a")).unwrap().log;
+        println!("{log}");
+        assert!(!log.contains("warning"), "{log}");
+        let without = log.matches(" 0 bytes spill stores, 0 bytes spill loads").count();
+        assert_eq!(
+            (without, log.matches("spill stores").count()),
+            (signatures.len(), signatures.len()),
+            "{log}"
+        );
+    }
+}
+
+/// Everything that runs on a GPU compiles; a cache folder keeps the result for a machine without a compiler.
+#[test]
+#[ignore = "half a minute: makes random models"]
+fn all_that_runs_on_a_gpu_compiles() {
+    let Some(compiler) = compiler() else { return };
+    let files = ["tests/data/nano/mlx-4bit", "models/demo"].map(|path| Model::load(&folder(path)).config);
+    let edges = edge_shapes().into_iter().map(|(_, model)| model.config);
+    let models = files.into_iter().chain(edges).chain([real()]);
+    let sources = models.flat_map(|c| [KvType::Bf16, KvType::F32].map(|kv| source::source(&c, kv)));
+    for source in sources.chain([WRONG.to_owned(), IDLE.to_owned()]) {
+        assert!(!code(Some(&compiler), &source, &signatures(&source).unwrap(), "sm_90a").is_empty());
+    }
+}
+
+/// Whether there is a GPU to run on.
+fn on_a_gpu() -> bool {
+    if !wanted() {
+        println!("skipped: LILY_TEST_DEVICE is not cuda");
+    }
+    wanted()
+}
+
+fn launch_wrong(kernel: &str) {
+    if !on_a_gpu() {
+        return;
+    }
+    let kernels = Kernels::compile(WRONG);
+    let signature = kernels.signatures.iter().find(|s| s.name == kernel).unwrap();
+    let memory = vec![256; signature.threadgroup_memory()];
+    let mut out = kernels.allocate(256, Guard::End);
+    kernels.launch(kernel, [1, 1, 1], 64, &memory, &mut [&mut out], Order::Forward).unwrap();
+}
+
+#[test]
+#[ignore = "for compute-sanitizer --tool racecheck on a GPU, which must report it"]
+fn racecheck_must_report_a_missing_barrier() {
+    launch_wrong("missing_barrier");
+}
+
+#[test]
+#[ignore = "for compute-sanitizer --tool memcheck on a GPU, which must report it"]
+fn memcheck_must_report_an_access_behind_a_buffer() {
+    launch_wrong("behind_buffer");
+}
+
+/// The real model's plan with random weights in the GPU's memory.
+struct Device {
+    plan: Plan,
+    kernels: Gpu,
+    buffers: Vec<Buffer>,
+}
+
+/// Bytes a second that an H200 reads and writes when it copies.
+const COPY: f64 = 4.3e12;
+
+/// Bytes of random data that buffers are filled with again and again.
+const BLOCK: usize = 16 << 20;
+
+impl Device {
+    fn new(context: &Arc<Context>, config: &Config, capacity: usize) -> Self {
+        let kv = KvType::Bf16;
+        let source = source::source(config, kv);
+        let kernels = Gpu::compile(&source, &signatures(&source).unwrap());
+        let plan = plan(config, capacity, kv).unwrap();
+        let mut random = fastrand::Rng::with_seed(1);
+        let bytes: Vec<u8> = (0..BLOCK / 8).flat_map(|_| random.u64(..).to_le_bytes()).collect();
+        let mut bf16 = |low: f32, high: f32| -> Vec<u8> {
+            let mut value = || half::bf16::from_f32(low + (high - low) * random.f32()).to_le_bytes();
+            (0..BLOCK / 2).flat_map(|_| value()).collect()
+        };
+        // Values of matrices lie around 0.
+        let (scales, biases, kv_values) = (bf16(0.01, 0.02), bf16(-0.15, -0.075), bf16(-1.0, 1.0));
+        let floats: Vec<u8> = (0..BLOCK / 4).flat_map(|_| random.f32().to_le_bytes()).collect();
+        let block = |bytes: &[u8]| context.upload(bytes, "random data").unwrap();
+        let blocks = [bytes, scales, biases, kv_values, floats].map(|b| block(&b));
+        let turns = lily_metal::rope::turns(config.attention.rope_theta, config.attention.rotary_dim);
+        let turns: Vec<u8> = turns.iter().flat_map(|t| t.to_le_bytes()).collect();
+        let fill = |buffer: &plan::Buffer| {
+            let made = context.allocate(buffer.bytes, "the real model").unwrap();
+            let block = match &buffer.contents {
+                Contents::Codes(_) => &blocks[0],
+                Contents::Scales(_) => &blocks[1],
+                Contents::Biases(_) => &blocks[2],
+                Contents::State(_, State::Keys | State::Values) => &blocks[3],
+                Contents::Turns => {
+                    made.write(0, &turns).unwrap();
+                    return made;
+                }
+                _ => &blocks[4],
+            };
+            for at in (0..buffer.bytes).step_by(BLOCK) {
+                let bytes = BLOCK.min(buffer.bytes - at);
+                context.copy(made.address() + at as u64, block.address(), bytes).unwrap();
+            }
+            made
+        };
+        let buffers = plan.buffers.iter().map(fill).collect();
+        context.synchronize().unwrap();
+        Self { plan, kernels, buffers }
+    }
+
+    fn put(&self, contents: &Contents, word: u32) {
+        let at = self.plan.buffer(contents).unwrap();
+        self.buffers[at].write(0, &word.to_le_bytes()).unwrap();
+    }
+
+    fn word(&self, contents: &Contents) -> u32 {
+        let mut word = [0; 4];
+        self.buffers[self.plan.buffer(contents).unwrap()].read(0, &mut word).unwrap();
+        u32::from_le_bytes(word)
+    }
+
+    /// Microseconds of launches, one behind the other.
+    fn time(&self, launches: &[&Launch]) -> f64 {
+        // Before the recording, in which no code can be loaded.
+        let functions: Vec<Function> = launches.iter().map(|l| self.kernels.function(l.kernel)).collect();
+        let context = context();
+        let enqueue_all = || {
+            launches.iter().zip(&functions).try_for_each(|(l, function)| {
+                let addresses: Vec<u64> =
+                    l.bindings.iter().map(|b| self.buffers[b.buffer].address()).collect();
+                enqueue(context, *function, l.grid, l.threads, &l.threadgroup_memory, &addresses)
+            })
+        };
+        let graph = context.capture(enqueue_all).unwrap();
+        median_us(context, || graph.launch()).unwrap()
+    }
+
+    fn start(&self, position: u32) {
+        self.put(&Contents::Token, 1);
+        self.put(&Contents::Position, position);
+    }
+
+    /// A line about a whole step; what one leaves is there for the launches that are timed alone.
+    fn step_cost(&self, position: u32) -> String {
+        self.start(position);
+        let all: Vec<&Launch> = self.plan.launches.iter().collect();
+        let us = self.time(&all);
+        assert_eq!(self.word(&Contents::Broken), 0, "a logit is not finite");
+        let bytes = self.plan.bytes() + self.plan.bytes_per_position() * u64::from(position);
+        let rate = bytes as f64 / us * 1e6;
+        format!(
+            "position {position}: a step of {} launches takes {us:.0} us, {:.0} tok/s, {:.0} GB/s, {:.0} % of 4.3 TB/s",
+            all.len(),
+            1e6 / us,
+            rate / 1e9,
+            100.0 * rate / COPY
+        )
+    }
+
+    /// A line about all launches of a kernel.
+    fn kernel_cost(&self, kernel: &str, position: u32, idle_us: f64) -> String {
+        self.start(position);
+        let launches: Vec<&Launch> = self.plan.launches.iter().filter(|l| l.kernel == kernel).collect();
+        let bytes = |l: &&Launch| (l.bytes() + l.bytes_per_position() * u64::from(position)) as f64;
+        let all: f64 = launches.iter().map(bytes).sum();
+        let n = launches.len() as f64;
+        let us = self.time(&launches) / n;
+        let (registers, local) = self.kernels.function(kernel).resources().unwrap();
+        let share = |us: f64| 100.0 * all / n / us * 1e6 / COPY;
+        format!(
+            "| {kernel} | {n} | {registers} | {local} | {:.2} | {:.0} | {us:.2} | {:.0} | {:.0} | {:.0} |",
+            all / n / 1e6,
+            all / 1e6,
+            all / n / us / 1e3,
+            share(us),
+            share((us - idle_us).max(0.1))
+        )
+    }
+}
+
+/// Microseconds of a launch that does nothing, among others.
+fn idle_us() -> f64 {
+    let kernels = Gpu::compile(IDLE, &signatures(IDLE).unwrap());
+    let (context, function) = (context(), kernels.function("idle"));
+    let out = context.allocate(16, "nothing").unwrap();
+    let launch = || enqueue(context, function, [128, 1, 1], 128, &[], &[out.address()]);
+    let graph = context.capture(|| (0..40).try_for_each(|_| launch())).unwrap();
+    median_us(context, || graph.launch()).unwrap() / 40.0
+}
+
+/// Bytes a second of each kernel, its launches of all layers one behind the other. Those that move less than the 50 MB of the L2
+/// cache together find them there; the others come from memory. In the last column a launch that does nothing is taken off.
+#[test]
+#[ignore = "a measurement on a GPU with 24 GB"]
+fn cost_of_the_real_models_kernels() {
+    if !on_a_gpu() {
+        return;
+    }
+    let context = context();
+    let device = Device::new(context, &real(), 65_536 + 1024);
+    let (idle, copied) = (idle_us(), copy_bandwidth(context).unwrap() / 1e12);
+    println!("{}; copies at {copied:.2} TB/s; a launch that does nothing: {idle:.2} us", context.name);
+    println!(
+        "| kernel | launches | registers | local | MB each | all | us each | GB/s | % of 4.3 TB/s | less the start |"
+    );
+    println!("|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|");
+    let mut names: Vec<&str> = device.plan.launches.iter().map(|l| l.kernel).collect();
+    names.sort_unstable();
+    names.dedup();
+    let steps = [4_095, 65_535].map(|position| {
+        let step = device.step_cost(position);
+        let moves = |name: &&str| {
+            device.plan.launches.iter().any(|l| l.kernel == *name && l.bytes_per_position() > 0)
+        };
+        for name in names.iter().filter(|name| position == 4_095 || moves(name)) {
+            println!("{}", device.kernel_cost(name, position, idle));
+        }
+        step
+    });
+    println!("{}", steps.join("\n"));
+}
