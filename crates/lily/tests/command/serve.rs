@@ -226,3 +226,17 @@ fn a_collector_that_can_not_be_reached_in_plain_http_is_refused() {
     let done = output(&["serve", "--port", "0", "--otlp-endpoint", "https://collector.example"]);
     assert_refused(&done, 2, &["--otlp-endpoint", "expected http://HOST:PORT"]);
 }
+
+#[test]
+#[cfg(target_os = "linux")]
+fn without_a_collector_no_thread_waits_for_spans() {
+    let threads = |server: &Server| -> Vec<String> {
+        let tasks = fs::read_dir(format!("/proc/{}/task", server.process.id())).unwrap();
+        tasks.map(|task| fs::read_to_string(task.unwrap().path().join("comm")).unwrap()).collect()
+    };
+    let exporting = |server: &Server| threads(server).iter().any(|name| name.starts_with("OpenTelemetry"));
+    let plain = Server::start(&["--model", &RANDOM]);
+    let traced = Server::start(&["--model", &RANDOM, "--otlp-endpoint", "http://127.0.0.1:9"]);
+    assert!(!exporting(&plain), "{:?}", threads(&plain));
+    assert!(exporting(&traced), "{:?}", threads(&traced));
+}
