@@ -25,15 +25,17 @@ NODE_PATH = f"{ROOT / '.venv/bin'}:{os.environ['PATH']}"
 
 
 class Server:
-    """A process that says `listening on http://HOST:PORT` and then serves."""
+    """A process that says `listening on http://HOST:PORT`, or that after other words, and then serves."""
 
-    def __init__(self, command):
+    def __init__(self, command, says="listening on", variables=None):
         self.lines = []
+        self._says = re.compile(says + r" (http://\S+)")
         self.url = None
         self._heard = threading.Event()
         self.process = subprocess.Popen(
             [str(part) for part in command],
-            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+            cwd=ROOT, env={**os.environ, **(variables or {})},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
         )
         threading.Thread(target=self._listen, daemon=True).start()
         self._heard.wait(START_SECONDS)
@@ -44,7 +46,7 @@ class Server:
     def _listen(self):
         for line in self.process.stdout:
             self.lines.append(line)
-            found = re.search(r"listening on (http://\S+)", line)
+            found = self._says.search(line)
             if found and self.url is None:
                 self.url = found.group(1)
                 self._heard.set()

@@ -52,6 +52,7 @@ def bounds(rng, name):
 class Load:
     def __init__(self, server, seconds, clients, seed):
         self.server, self.seconds, self.clients, self.seed = server, seconds, clients, seed
+        self.idle_threads = self.threads = self.status("Threads")
         self.seen = Counter()
         self.faults = []
 
@@ -59,11 +60,14 @@ class Load:
         with urllib.request.urlopen(self.server.url + "/health", timeout=10) as answer:
             return json.load(answer)
 
+    def status(self, name):
+        """A number that the system knows of the server."""
+        status = Path(f"/proc/{self.server.process.pid}/status").read_text()
+        return int(next(line for line in status.splitlines() if line.startswith(name + ":")).split()[1])
+
     def resident(self):
         """Memory of the server, bytes."""
-        status = Path(f"/proc/{self.server.process.pid}/status").read_text()
-        line = next(line for line in status.splitlines() if line.startswith("RssAnon:"))
-        return int(line.split()[1]) * 1024
+        return self.status("RssAnon") * 1024
 
     async def client(self, rng, end):
         while time.monotonic() < end:
@@ -109,11 +113,12 @@ class Load:
             self.faults.append(f"{path} {status}: {answer[:300]!r}")
 
     async def watch(self, end):
-        """Memory, forty times in all."""
+        """Memory, forty times in all, and threads."""
         seen = []
         while time.monotonic() < end:
             await asyncio.sleep(self.seconds / 40)
             seen.append(self.resident())
+            self.threads = max(self.threads, self.status("Threads"))
         return seen
 
     async def go(self):
@@ -151,6 +156,8 @@ class Load:
             "sequences_left": left["sequences"],
             "state_bytes": left["state_bytes"],
             "next_request_seconds": round(next_seconds, 3),
+            "threads_before": self.idle_threads,
+            "threads_most": self.threads,
             # The first quarter fills the caches.
             "memory_mib": [round(bytes / MIB, 1) for bytes in memory[:: max(1, len(memory) // 20)]],
             "memory_second_quarter_mib": round(max(memory[quarter : 2 * quarter]) / MIB, 1),

@@ -1,5 +1,7 @@
 """A hundred clients that break off at random, for a short time; `load.py` does the same for longer."""
 
+import os
+
 import pytest
 from load import load
 
@@ -13,4 +15,6 @@ def test_a_hundred_clients_leave_nothing_behind(cache_ram):
     if cache_ram == 0:
         assert seen["state_bytes"] == 0, seen
     assert seen["next_request_seconds"] < 1, seen
+    # Each has memory of its own.
+    assert seen["threads_most"] - seen["threads_before"] <= max(len(os.sched_getaffinity(0)), 4), seen
     assert seen["memory_last_quarter_mib"] < 1.1 * seen["memory_second_quarter_mib"] + 64, seen

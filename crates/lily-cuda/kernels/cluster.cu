@@ -59,10 +59,9 @@ __device__ __forceinline__ void split_tokens(u32 mode, const float* x, u32 k_til
     constexpr int ROWS = NT * 4 / WARPS;
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, width = k_tiles * TILE_COLS;
     float square[ROWS] = {};
-#pragma unroll 1
-    for (u32 tile0 = first; tile0 < first + count; tile0 += 4) {
+    float v[ROWS][8], scale[ROWS], next[ROWS][8], next_scale[ROWS];
+    auto load = [&](u32 tile0, float (&v)[ROWS][8], float (&scale)[ROWS]) {
         const Place p = place(tile0, first + count, width, lane);
-        float v[ROWS][8], gain[8], scale[ROWS];
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
             const u32 token = warp + r * WARPS;
@@ -72,6 +71,14 @@ __device__ __forceinline__ void split_tokens(u32 mode, const float* x, u32 k_til
             if (has) load8(x + (u64)token * width + p.col, v[r]);
             scale[r] = has && mode == HEAD_NORMED ? head_scale(factor + (u64)token * (VALUE_HEADS * VALUE_SPLIT), p.col / DV) : 1.0f;
         }
+    };
+    load(first, v, scale);
+#pragma unroll 1
+    for (u32 tile0 = first; tile0 < first + count; tile0 += 4) {
+        const Place p = place(tile0, first + count, width, lane);
+        // The next four tiles are on their way meanwhile.
+        load(tile0 + 4, next, next_scale);
+        float gain[8];
 #pragma unroll
         for (int i = 0; i < 8; i++) gain[i] = gains[i];
         if (mode == NORMED && tile0 != first) load_factors<NORMED>(factor, p, gain);
@@ -86,6 +93,9 @@ __device__ __forceinline__ void split_tokens(u32 mode, const float* x, u32 k_til
             }
             const Place to{(p.tile - first) * (NT * 4) + token, p.col, p.active};
             split_place<true>(to, v[r], factors, lane, fragments, units);
+            scale[r] = next_scale[r];
+#pragma unroll
+            for (int i = 0; i < 8; i++) v[r][i] = next[r][i];
         }
     }
 #pragma unroll
@@ -102,7 +112,7 @@ __device__ __forceinline__ void multiply_slots(const u8* at, u32 slot, u32 count
     const u8* tile = at;
     const u8* f = fragments + (lane >> 3) * FRAGMENT_BYTES<true>;
     const Unit* unit = units + (lane & 3);
-    constexpr int AHEAD = NT > 4 ? 1 : 4;  // of many tokens one tile's products suffice to fill the pipes
+    constexpr int AHEAD = NT > 4 ? 1 : 2;  // more would not fit into registers
 #pragma unroll AHEAD
     for (u32 k = 0; k < count; k++) {
         Tile<FORM> a[R];
@@ -164,26 +174,24 @@ template <int FORM, int NT> __device__ __forceinline__ void product(const Matrix
     u8* inboxes = shared + min(o.rounds, 2u) * o.per * slot;
     u8* fragments = inboxes + (o.rounds > 2 ? 2 : 1) * CLUSTER * from_rank;
     Unit* units = (Unit*)(fragments + T * most * FRAGMENT_BYTES<true>);
-    auto fetch = [&](u32 round) {  // by one warp
+    // A round's weights. Every warp asks for a part: one alone would be busy with that for longer than with its products.
+    auto fetch = [&](u32 round) {
         if (round * o.per >= all) return;
         const u32 from = round * o.per, n = min(o.per, all - from);
         u64* bar = &full[round & 1];
-        if (lane == 0) barrier_expect(bar, n * bytes);
-        __syncwarp();
-        for (u32 i = lane; i < n && count > 0; i += 32)
+        if (tid == 0) barrier_expect(bar, n * bytes);
+        for (u32 i = lane * WARPS + warp; i < n && count > 0; i += THREADS)
             bulk_copy(shared + ((round & 1) * o.per + i) * slot, w.tiles + ((u64)(begin + from + i) * w.k_tiles + first) * tile_bytes<FORM>(), bytes, bar);
         __syncwarp();
     };
-    if (warp == 0) {
-        if (lane == 0) {
-            barrier_init(&full[0], 1);
-            barrier_init(&full[1], 1);
-            barrier_fence();
-        }
-        __syncwarp();
-        fetch(0);
-        fetch(1);
+    if (tid == 0) {
+        barrier_init(&full[0], 1);
+        barrier_init(&full[1], 1);
+        barrier_fence();
     }
+    __syncthreads();
+    fetch(0);
+    fetch(1);
     launch_dependents();
     cluster_arrive();
     float gains[8] = {0, 0, 0, 0, 0, 0, 0, 0};
@@ -233,10 +241,8 @@ template <int FORM, int NT> __device__ __forceinline__ void product(const Matrix
         if (!may_send) cluster_wait();
         cluster_arrive();
         cluster_wait();
-        if (warp == 0) {
-            copy_fence();
-            fetch(round + 2);
-        }
+        copy_fence();
+        fetch(round + 2);
         if (round == 0) {
             if (tid < T) {
                 float sum = 0;

@@ -541,20 +541,19 @@ impl Module {
 }
 
 impl Module {
-    /// Numbers that the code defines under a name, if it does.
-    pub fn numbers<const N: usize>(&self, name: &str) -> Result<Option<[u32; N]>, DriverError> {
+    /// Numbers that the code defines under a name.
+    pub fn numbers<const N: usize>(&self, name: &str) -> Result<[u32; N], DriverError> {
         let c_name = CString::new(name).unwrap_or_default();
         let (mut at, mut bytes, mut out) = (0, 0, [0u32; N]);
         // SAFETY: out-pointers are valid; as many bytes are copied as both sides have.
         unsafe {
-            let found = sys::cuModuleGetGlobal_v2(&mut at, &mut bytes, self.module, c_name.as_ptr());
-            if found == CUresult::CUDA_ERROR_NOT_FOUND {
-                return Ok(None);
-            }
-            check("cuModuleGetGlobal", found)?;
+            check(
+                "cuModuleGetGlobal",
+                sys::cuModuleGetGlobal_v2(&mut at, &mut bytes, self.module, c_name.as_ptr()),
+            )?;
             check("cuMemcpyDtoH", sys::cuMemcpyDtoH_v2(out.as_mut_ptr().cast(), at, bytes.min(4 * N)))?;
         }
-        Ok(Some(out))
+        Ok(out)
     }
 }
 

@@ -190,8 +190,8 @@ pub fn options(config: &Config, arch: &str) -> Vec<String> {
 /// Loaded kernels by name.
 pub struct Kernels {
     functions: HashMap<&'static str, Function>,
-    /// They own the code that `functions` point into.
-    modules: Vec<Module>,
+    /// By name of the file. They own the code that `functions` point into.
+    modules: HashMap<&'static str, Module>,
 }
 
 impl Kernels {
@@ -204,7 +204,7 @@ impl Kernels {
     ) -> Result<Self, LoadError> {
         let compiler = Compiler::load();
         let options = options(config, &architecture(context.capability));
-        let (mut functions, mut modules) = (HashMap::new(), Vec::new());
+        let (mut functions, mut modules) = (HashMap::new(), HashMap::new());
         for source in SOURCES.iter().filter(|s| (s.fits)(config, context.capability)) {
             let code = cubin(compiler.as_ref(), cache, source.name, &source.full_text(), &options)?;
             let module = Module::load(context, &code)?;
@@ -212,21 +212,21 @@ impl Kernels {
                 let bytes = shared.iter().find(|(n, _)| *n == name).map_or(0, |(_, bytes)| *bytes);
                 functions.insert(name, module.function(name, bytes)?);
             }
-            modules.push(module);
+            modules.insert(source.name, module);
         }
         Ok(Self { functions, modules })
     }
 
-    /// Numbers that a file defines under a name, for the host.
-    pub fn numbers<const N: usize>(&self, name: &str) -> Result<[u32; N], DriverError> {
+    /// Numbers that `file` defines under a name, for the host.
+    pub fn numbers<const N: usize>(&self, file: &str, name: &str) -> Result<[u32; N], DriverError> {
         let missing = || DriverError::Call { call: "number lookup", name: name.to_owned() };
-        self.modules.iter().find_map(|m| m.numbers(name).transpose()).ok_or_else(missing)?
+        self.modules.get(file).ok_or_else(missing)?.numbers(name)
     }
 
     /// Names without code, for a stand-in of a device.
     pub fn names() -> Self {
         let names = SOURCES.iter().flat_map(|source| source.kernels);
-        Self { functions: names.map(|&name| (name, Function::NONE)).collect(), modules: Vec::new() }
+        Self { functions: names.map(|&name| (name, Function::NONE)).collect(), modules: HashMap::new() }
     }
 
     /// A kernel.

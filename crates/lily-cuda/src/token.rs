@@ -75,7 +75,7 @@ impl Token {
         let fits_round = routed <= RING && routed + shared <= (m.experts_per_token + 1).max(8);
         let table: Vec<u8> = layers(d).iter().flatten().flat_map(|word| word.to_le_bytes()).collect();
         let [bytes, packets] = match d.context.is_stand_in() {
-            false => d.kernels.numbers("token_sizes")?,
+            false => d.kernels.numbers("token.cu", "token_sizes")?,
             true => [0; 2],
         };
         if rows > MOST_OWN * blocks

@@ -1,6 +1,9 @@
 //! A conversation becomes a [`Request`].
 
 mod messages;
+mod sampled;
+
+use std::sync::Arc;
 
 use lily_model::template::{ChatInput, ChatTemplate, TemplateError};
 use lily_model::tokenizer::Tokenizer;
@@ -9,6 +12,7 @@ use serde_json::{Map, Value};
 use crate::request::{OutputFormat, Request, Sampling, Tool};
 
 pub use messages::normalize;
+pub use sampled::SampledCalls;
 
 /// The control token that begins a turn.
 const TURN: &str = "<|im_start|>";
@@ -74,16 +78,17 @@ impl ChatError {
     }
 }
 
-/// Normalises, renders and tokenises a conversation, up to the opening of the assistant's next turn. The result
-/// has no stop strings and no token limit.
+/// Normalises, renders and tokenises a conversation, up to the opening of the assistant's next turn. Tool calls that
+/// `calls` remembers get the tokens that the model wrote. The result has no stop strings and no token limit.
 pub fn chat_request(
     chat: &Chat,
     template: &ChatTemplate,
     tokenizer: &Tokenizer,
+    calls: Option<&SampledCalls>,
     sampling: Sampling,
 ) -> Result<Request, ChatError> {
     let messages = normalize(&chat.messages)?;
-    let tools = chat.tools.iter().enumerate().map(parse_tool).collect::<Result<_, _>>()?;
+    let tools: Arc<[Tool]> = chat.tools.iter().enumerate().map(parse_tool).collect::<Result<_, _>>()?;
     let mut variables = chat.variables.clone();
     if let Some(enable) = chat.enable_thinking {
         variables.insert("enable_thinking".into(), enable.into());
@@ -91,6 +96,10 @@ pub fn chat_request(
     let input = ChatInput { messages: &messages, tools: &chat.tools, add_generation_prompt: true, variables };
     let rendered = template.render(&input, tokenizer)?;
     let prompt = tokenizer.encode_chat(&rendered);
+    let prompt = match calls {
+        Some(calls) => calls.restore(prompt, &messages, &tools, tokenizer),
+        None => prompt,
+    };
     let starts_in_thought = rendered.ends_in_open_thought();
     Ok(Request {
         boundaries: boundaries(&prompt, tokenizer),

@@ -103,7 +103,7 @@ pub struct Tool {
     pub parameters: serde_json::Value,
 }
 
-/// What a generation reports, in order: `Started`, then `PromptToken`/`Prefill`, then `InterToken`/`Token`/`Delta`
+/// What a generation reports, in order: `Started`, then `PromptToken`/`Prefill`, then `InterToken`/`Token`/`Delta`/`Call`
 /// mixed, then one `Finished` or `Failed`. A request that never leaves the queue reports `Failed` alone.
 #[derive(Clone, Debug)]
 pub enum Event {
@@ -139,10 +139,21 @@ pub enum Event {
     },
     /// A piece of output.
     Delta(Delta),
+    /// A tool call is complete; all of its pieces came before.
+    Call(SampledCall),
     /// The end.
     Finished(Finished),
     /// The generation failed; nothing follows.
     Failed(RequestError),
+}
+
+/// A tool call as the model wrote it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SampledCall {
+    /// As in [`Delta::ToolCall`].
+    pub id: String,
+    /// What was sampled between `<tool_call>` and `</tool_call>`; no control tokens.
+    pub tokens: Vec<u32>,
 }
 
 /// How a generation ended and what it took.

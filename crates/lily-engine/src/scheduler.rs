@@ -6,6 +6,7 @@
 //! and a chunk of the one prompt that is being read. A prompt begins where the prefix cache has a snapshot of it,
 //! and leaves snapshots for later ones.
 
+mod calls;
 mod job;
 mod sequence;
 mod worker;

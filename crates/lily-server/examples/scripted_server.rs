@@ -78,6 +78,8 @@ async fn main() -> Result<(), Box<dyn Error>> {
         hosts: Vec::new(),
         origins: Vec::new(),
         tls: None,
+        traces: None,
+        calls: Arc::default(),
         metrics: Metrics::new("scripted")?,
         created: unix_time(),
         limits: Limits::default(),

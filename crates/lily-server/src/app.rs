@@ -6,9 +6,10 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use axum::Router;
 use axum::extract::Request;
 use axum::http::{Method, StatusCode, Uri};
-use axum::middleware::{from_fn, from_fn_with_state, map_response};
+use axum::middleware::{from_fn_with_state, map_response};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
+use lily_engine::chat::SampledCalls;
 use lily_engine::request::Sampling;
 use lily_engine::scheduler::Engine;
 use lily_model::template::ChatTemplate;
@@ -19,6 +20,7 @@ use crate::cors::{self, Origin};
 use crate::error::ApiError;
 use crate::metrics::Metrics;
 use crate::tls::Tls;
+use crate::traces::Traces;
 use crate::{
     auth, body, chat_completions, completions, health, host, messages, metrics, models, openapi, responses,
     tokenize, trace,
@@ -44,8 +46,12 @@ pub struct ServerState {
     pub origins: Vec<Origin>,
     /// What connections are encrypted with, if they are.
     pub tls: Option<Tls>,
+    /// Tool calls as they were sampled: clients send them back.
+    pub calls: Arc<SampledCalls>,
     /// What is counted.
     pub metrics: Metrics,
+    /// What a collector is told of requests, if there is one.
+    pub traces: Option<Arc<Traces>>,
     /// When the model was loaded, seconds since 1970.
     pub created: u64,
     /// Bounds.
@@ -143,14 +149,15 @@ pub fn router(state: Arc<ServerState>, local: bool) -> Router {
         [] => routes,
         origins => routes.layer(cors::layer(origins)),
     };
-    with_layers(routes.layer(from_fn_with_state(state, metrics::count)))
+    let traces = state.traces.clone();
+    with_layers(routes.layer(from_fn_with_state(state, metrics::count)), traces)
 }
 
 /// What every request goes through, whatever answers it.
-fn with_layers(routes: Router) -> Router {
+fn with_layers(routes: Router, traces: Option<Arc<Traces>>) -> Router {
     let panicked =
         |_| ApiError::internal("the server failed on this request: please report it").into_response();
-    routes.layer(CatchPanicLayer::custom(panicked)).layer(from_fn(trace::trace))
+    routes.layer(CatchPanicLayer::custom(panicked)).layer(from_fn_with_state(traces, trace::trace))
 }
 
 async fn not_found(method: Method, uri: Uri, request: Request) -> Response {
@@ -178,7 +185,7 @@ mod tests {
         async fn broken() -> &'static str {
             panic!("broken")
         }
-        let service = TowerToHyperService::new(with_layers(Router::new().route("/", get(broken))));
+        let service = TowerToHyperService::new(with_layers(Router::new().route("/", get(broken)), None));
         let response = service.call(Request::new(Body::empty())).await.unwrap();
         assert_eq!(response.status(), StatusCode::INTERNAL_SERVER_ERROR);
         assert!(response.headers().contains_key("x-request-id"));

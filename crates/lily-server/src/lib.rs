@@ -25,4 +25,5 @@ mod sse;
 pub mod tls;
 mod tokenize;
 mod trace;
+pub mod traces;
 mod warnings;

@@ -250,6 +250,9 @@ pub struct Serve {
     /// Time that running answers get to finish after the first Ctrl-C
     #[arg(long, default_value_t = 10, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(..=MAX_SECONDS))]
     pub shutdown_timeout: u64,
+    /// Send a trace of each request to an OpenTelemetry collector, by OTLP over HTTP: http://HOST:PORT
+    #[arg(long, env = "OTEL_EXPORTER_OTLP_ENDPOINT", value_name = "URL")]
+    pub otlp_endpoint: Option<String>,
     /// Requests worked on side by side; memory is set aside for as many sequences of full length
     #[arg(long, default_value_t = 4, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256))]
     pub max_sequences: u32,

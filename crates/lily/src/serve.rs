@@ -10,7 +10,9 @@ use lily_server::app::{Limits, ServerState, unix_time};
 use lily_server::metrics::Metrics;
 use lily_server::serve::{bind, serve as run_server};
 use lily_server::tls::Tls;
+use lily_server::traces::Traces;
 use tokio::net::TcpListener;
+use tokio::runtime::Handle;
 
 use crate::args::{Global, Serve, UsageError};
 use crate::interrupt::{Interrupts, terminated};
@@ -31,9 +33,14 @@ pub fn serve(args: &Serve, global: &Global) -> Result<()> {
         }
         let tls = args.tls_cert.as_deref().zip(args.tls_key.as_deref());
         let tls = tls.map(|(cert, key)| Tls::load(cert, key)).transpose()?;
+        let traces = traces(args, tls.is_some())?;
         let (context, sequences, cache) = (args.context.ctx_size, args.max_sequences, args.cache.bytes());
         let session = tokio::task::block_in_place(|| Session::start(global, context, sequences, cache))?;
-        serve_session(listener, session, api_key, tls, args).await
+        let served = serve_session(listener, session, api_key, tls, traces.clone(), args).await;
+        if let Some(traces) = traces {
+            tokio::task::block_in_place(|| traces.shutdown());
+        }
+        served
     })
 }
 
@@ -46,6 +53,14 @@ fn api_key(args: &Serve) -> Result<Option<String>> {
         }
         key => Ok(key.clone()),
     }
+}
+
+fn traces(args: &Serve, tls: bool) -> Result<Option<Arc<Traces>>> {
+    let Some(endpoint) = args.otlp_endpoint.as_deref().filter(|endpoint| !endpoint.is_empty()) else {
+        return Ok(None);
+    };
+    let traces = Traces::start(endpoint, tls, Handle::current());
+    Ok(Some(Arc::new(traces.map_err(|error| UsageError(format!("--otlp-endpoint: {error}")))?)))
 }
 
 fn limits(args: &Serve) -> Limits {
@@ -64,6 +79,7 @@ async fn serve_session(
     session: Session,
     api_key: Option<String>,
     tls: Option<Tls>,
+    traces: Option<Arc<Traces>>,
     args: &Serve,
 ) -> Result<()> {
     let interrupts = Interrupts::listen()?;
@@ -71,6 +87,8 @@ async fn serve_session(
         engine: session.engine,
         tokenizer: session.model.tokenizer,
         template: session.model.template,
+        traces,
+        calls: Arc::default(),
         metrics: Metrics::new(&session.name)?,
         model: session.name,
         defaults: default_sampling(&session.model.generation),

@@ -1,5 +1,6 @@
 //! A loaded model with its engine.
 
+use std::num::NonZero;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
@@ -104,7 +105,7 @@ impl Session {
     /// A request for the next turn of a conversation.
     pub fn chat_request(&self, chat: &Chat, given: &Generation) -> Result<Request> {
         let (template, tokenizer) = (&self.model.template, &self.model.tokenizer);
-        let request = chat_request(chat, template, tokenizer, self.sampling(given))?;
+        let request = chat_request(chat, template, tokenizer, None, self.sampling(given))?;
         Ok(Request { max_tokens: given.max_tokens, stop: given.stop.clone(), ..request })
     }
 
@@ -133,7 +134,11 @@ impl Session {
                     sink(delta)?;
                 }
                 Some(
-                    Event::Started | Event::InterToken(_) | Event::PromptToken { .. } | Event::Token { .. },
+                    Event::Started
+                    | Event::InterToken(_)
+                    | Event::PromptToken { .. }
+                    | Event::Token { .. }
+                    | Event::Call(_),
                 ) => {}
                 Some(Event::Finished(finished)) => {
                     reading.finish_and_clear();
@@ -200,8 +205,14 @@ fn log_speed(finished: &Finished) {
     );
 }
 
-/// A runtime for the commands that wait for an engine and for signals.
+/// A runtime for the commands that wait for an engine and for signals. Requests are made ready on its blocking threads,
+/// which is computing: more of them than there are cores would only hold memory, each its own.
 pub fn runtime() -> Result<tokio::runtime::Runtime> {
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+    let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .max_blocking_threads(cores.max(4))
+        .enable_all()
+        .build();
     runtime.context("can't start threads")
 }

@@ -7,9 +7,10 @@
 // layer's epoch: the receiver reads until the epoch is right, so that there is neither a fence nor a barrier of the grid. Of
 // the input of a product, a warp reads what its share of every row needs.
 //
-// Why no packet is overwritten too early: every block sends rows of x behind the out projection and behind down, and has
-// read all of x and all that comes before by then. So whoever writes a buffer again, a layer later, has heard from everybody
-// who read it.
+// Why no packet is overwritten too early: a block that owns rows of x sends them behind the out projection and behind down, and
+// has read all of x and all that comes before by then; one that owns none sends rows of the other two products, which x behind
+// them depends on, and reads nothing else. So whoever writes a buffer again, a layer later, has heard from everybody who
+// read it.
 //
 // A token's sums are those of the general kernels, in their order: equal to the bit.
 

@@ -30,7 +30,7 @@ fn owned(expected: &[(&str, &str)]) -> Vec<(String, String)> {
 }
 
 fn request_of(chat: &Chat) -> Result<Request, ChatError> {
-    chat_request(chat, &ChatTemplate::new(TEMPLATE).unwrap(), &tokenizer(), greedy())
+    chat_request(chat, &ChatTemplate::new(TEMPLATE).unwrap(), &tokenizer(), None, greedy())
 }
 
 #[test]

@@ -233,7 +233,7 @@ impl Types {
 }
 
 /// The integer that a number with a fraction or an exponent is, if it is one and small enough to be exact.
-fn integral(value: &Value) -> Option<i64> {
+pub(crate) fn integral(value: &Value) -> Option<i64> {
     const EXACT: f64 = 9_007_199_254_740_992.0;
     let number = value.as_f64().filter(|number| value.is_f64() && number.fract() == 0.0)?;
     (number.abs() < EXACT).then_some(number as i64)

@@ -15,12 +15,14 @@ mod tool_call;
 use std::mem;
 use std::sync::Arc;
 
+use serde_json::Value;
+
 use crate::request::Tool;
 use markup::{Scan, scan};
 use thought::Thought;
 use tool_call::CallParser;
 
-pub(crate) use arguments::Types;
+pub(crate) use arguments::{Types, integral};
 pub(crate) use tool_call::tags;
 
 /// A piece of output. Pieces of a kind concatenate.
@@ -247,6 +249,21 @@ impl Output {
             _ => self.deltas.push(Delta::ToolArguments { index: call, fragment: json.to_owned() }),
         }
     }
+}
+
+/// The one call that a text between the tags of a call spells: its name and its arguments.
+pub(crate) fn read_call(text: &str, tools: &Arc<[Tool]>) -> Option<(String, Value)> {
+    let mut parser = OutputParser::new(false, Arc::clone(tools), false);
+    parser.mode = Mode::Call(Box::new(CallParser::new(Arc::clone(tools), false)));
+    let deltas = [parser.push(text), parser.push(tags::CLOSE), parser.finish(false)].concat();
+    let mut deltas = deltas.into_iter();
+    let Some(Delta::ToolCall { name, .. }) = deltas.next() else { return None };
+    let mut json = String::new();
+    for delta in deltas {
+        let Delta::ToolArguments { fragment, .. } = delta else { return None };
+        json += &fragment;
+    }
+    Some((name, serde_json::from_str(&json).ok()?))
 }
 
 #[cfg(test)]

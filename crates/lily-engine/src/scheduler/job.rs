@@ -8,6 +8,7 @@ use lily_model::sample::{SampleParams, Sampled, logprobs};
 use lily_model::tokenizer::Tokenizer;
 use tokio::sync::mpsc::UnboundedSender;
 
+use super::calls::CallTokens;
 use super::{Shared, Stopped};
 use crate::guide::{Choice, Guide};
 use crate::output::Delta;
@@ -30,6 +31,7 @@ pub(super) struct Job {
     /// The token that ends the turn is reported too.
     reports_end: bool,
     reply: Reply,
+    calls: CallTokens,
     guide: Option<Guide>,
     usage: Usage,
     submitted: Instant,
@@ -102,6 +104,7 @@ impl Job {
             ignore_eos: request.ignore_eos,
             reports_end: matches!(request.format, OutputFormat::Raw),
             reply,
+            calls: CallTokens::default(),
             guide,
             usage: Usage { prompt_tokens, ..Usage::default() },
             submitted: Instant::now(),
@@ -230,9 +233,13 @@ impl Job {
         {
             guide.accept(id, &self.reply, || tokenizer.encode_text(&answer(&progress)));
         }
+        let call = self.calls.push(id, &progress, &self.reply, tokenizer);
         if self.send_deltas(progress) {
             self.end(FinishReason::Stop);
             return true;
+        }
+        if let Some(call) = call.filter(|_| self.cache_prompt) {
+            self.send(Event::Call(call));
         }
         if self.reply.is_complete() {
             self.finish(FinishReason::ToolCalls);

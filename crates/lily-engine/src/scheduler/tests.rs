@@ -7,7 +7,7 @@ use tokio::sync::mpsc::error::TryRecvError;
 
 use super::*;
 use crate::output::Delta;
-use crate::request::{FinishReason, Finished, OutputFormat, RequestError, Sampling, Tool};
+use crate::request::{FinishReason, Finished, OutputFormat, RequestError, SampledCall, Sampling, Tool};
 use crate::testing::{
     Act, Audit, END_OF_TURN, FakeBackend, greedy, limits, options, request, say, tokenizer, tokens,
 };
@@ -91,6 +91,7 @@ struct Outcome {
     text: String,
     reasoning: String,
     calls: Vec<(String, String)>,
+    sampled_calls: Vec<SampledCall>,
     prefill: Vec<u32>,
     prompt: Vec<(u32, Option<Logprobs>)>,
     tokens: Vec<u32>,
@@ -127,6 +128,7 @@ impl Outcome {
                 Event::Delta(Delta::ToolArguments { index, fragment }) => {
                     outcome.calls[index as usize].1 += &fragment;
                 }
+                Event::Call(call) => outcome.sampled_calls.push(call),
                 Event::Finished(finished) => outcome.end = Some(Ok(finished)),
                 Event::Failed(error) => outcome.end = Some(Err(error)),
             }
@@ -198,6 +200,37 @@ fn thought_answer_and_calls_are_reported_apart() {
     let usage = outcome.finished().usage;
     assert_eq!(usage.reasoning_tokens, "Hm.\n".len() as u32 + 1, "the closing tag is one token");
     assert_eq!(usage.completion_tokens, tokens(text).len() as u32 + 1);
+}
+
+#[test]
+fn the_tokens_of_whole_calls_are_reported_as_they_were_sampled() {
+    let markup = |value: &str| format!("\n<function=f>\n<parameter=x>\n{value}\n</parameter>\n</function>\n");
+    let reply = |parts: &[&str]| -> Vec<Vec<u32>> {
+        let text = parts.concat();
+        let outcome =
+            Harness::scripted(move |_| say(&text)).run(Request { format: chat(false), ..request(vec![1]) });
+        assert!(!outcome.calls.is_empty());
+        outcome.sampled_calls.into_iter().map(|call| call.tokens).collect()
+    };
+    let (one, two) = (markup("{\"a\":1}"), markup("\u{e9} <tool"));
+    let call = |markup: &str| format!("<tool_call>{markup}</tool_call>");
+    assert_eq!(reply(&["Well.", &call(&one), "\n", &call(&two)]), [tokens(&one), tokens(&two)]);
+    // In JSON, the call is known when it is over.
+    let json = "\n{\"name\": \"f\", \"arguments\": {\"x\":1}}\n";
+    assert_eq!(reply(&[&call(json), &call(&one)]), [tokens(json), tokens(&one)]);
+    let none: [Vec<u32>; 0] = [];
+    assert_eq!(reply(&["<tool_call>", &one]), none, "not closed");
+    assert_eq!(reply(&["<tool_call>", &one, &call(&two)]), [tokens(&two)], "the first one is not closed");
+    assert_eq!(reply(&[&call(&format!("{one}{two}"))]), none, "two between the tags");
+    assert_eq!(reply(&[&call(&markup("a</think>b"))]), none, "a control token");
+    let whole = call(&one);
+    let format = chat(false);
+    let outcome = Harness::scripted(move |_| say(&whole)).run(Request {
+        format,
+        cache_prompt: false,
+        ..request(vec![1])
+    });
+    assert!(outcome.sampled_calls.is_empty(), "nothing is kept of it");
 }
 
 #[test]

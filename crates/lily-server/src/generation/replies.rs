@@ -2,10 +2,12 @@
 
 use std::future::{pending, poll_fn};
 use std::pin::pin;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
 use axum::http::StatusCode;
+use lily_engine::chat::SampledCalls;
 use lily_engine::output::Delta;
 use lily_engine::request::{Event, FinishReason, Finished, Request, RequestError, Usage};
 use lily_engine::scheduler::{Engine, Generation};
@@ -17,6 +19,7 @@ use tracing::Span;
 use crate::app::{Limits, ServerState};
 use crate::error::ApiError;
 use crate::metrics::Metrics;
+use crate::traces::AnswerSpans;
 
 /// What comes of an answer.
 #[derive(Debug)]
@@ -69,7 +72,10 @@ pub(crate) struct Replies {
     started: Option<Instant>,
     logged: Option<Instant>,
     progress_time: Duration,
+    calls: Arc<SampledCalls>,
     metrics: Metrics,
+    /// `None`: nobody asks for traces.
+    spans: Option<AnswerSpans>,
     /// Log lines belong to the request even after the head of the answer is sent.
     pub span: Span,
 }
@@ -91,8 +97,11 @@ impl Replies {
         }
         let submit =
             |request| state.engine.submit(request).map(Some).map_err(|error| ApiError::submit(error, prompt));
+        let mut spans =
+            state.traces.as_ref().map(|traces| AnswerSpans::begin(traces, &requests, &state.model));
         // Those submitted before one that is refused are cancelled by being dropped.
-        let generations = requests.into_iter().map(submit).collect::<Result<_, _>>()?;
+        let generations = requests.into_iter().map(submit).collect::<Result<_, ApiError>>();
+        let generations = generations.inspect_err(|error| fail(&mut spans, error))?;
         Ok(Self {
             generations,
             per_prompt,
@@ -103,7 +112,9 @@ impl Replies {
             started: None,
             logged: None,
             progress_time: state.limits.progress_time,
+            calls: Arc::clone(&state.calls),
             metrics: state.metrics.clone(),
+            spans,
             span: Span::current(),
         })
     }
@@ -128,13 +139,14 @@ impl Replies {
                 piece = poll_fn(|context| self.poll(context)) => match piece {
                     Some(Ok((_, None))) => continue,
                     Some(Ok((i, Some(piece)))) => return Some(Ok((i, piece))),
-                    Some(Err(error)) => return Some(Err(error)),
+                    Some(Err(error)) => error,
                     None => return None,
                 },
                 reason = abandoned.as_mut() => RequestError::Device(reason).into(),
                 error = patience.expired() => error,
             };
             self.generations.clear();
+            fail(&mut self.spans, &error);
             return Some(Err(error));
         }
     }
@@ -171,19 +183,17 @@ impl Replies {
                 Ok(Some(Piece::Token { id, logprobs, in_thought }))
             }
             Some(Event::Delta(delta)) => Ok(Some(Piece::Delta(delta))),
+            Some(Event::Call(call)) => {
+                self.calls.remember(call);
+                Ok(None)
+            }
             Some(Event::Finished(finished)) => {
                 self.generations[i] = None;
                 self.count(i, &finished);
                 Ok(Some(Piece::End(finished)))
             }
-            Some(Event::Failed(error)) => {
-                self.generations.clear();
-                Err(error.into())
-            }
-            None => {
-                self.generations.clear();
-                Err(ApiError::internal("the engine ended before the answer"))
-            }
+            Some(Event::Failed(error)) => Err(error.into()),
+            None => Err(ApiError::internal("the engine ended before the answer")),
         }
     }
 
@@ -201,6 +211,9 @@ impl Replies {
 
     fn count(&mut self, i: usize, finished: &Finished) {
         self.metrics.finished(finished);
+        if let Some(spans) = &mut self.spans {
+            spans.finished(i, finished);
+        }
         let Usage { prompt_tokens, completion_tokens, reasoning_tokens, cached_tokens } = finished.usage;
         self.usage.completion_tokens += completion_tokens;
         self.usage.reasoning_tokens += reasoning_tokens;
@@ -261,10 +274,19 @@ impl Patience {
     }
 }
 
+fn fail(spans: &mut Option<AnswerSpans>, error: &ApiError) {
+    if let Some(spans) = spans {
+        spans.failed(error.code.unwrap_or("error"), &error.message);
+    }
+}
+
 impl Drop for Replies {
     fn drop(&mut self) {
         if self.generations.iter().any(Option::is_some) {
             tracing::info!(parent: &self.span, "cancelled: the client has left");
+            if let Some(spans) = &mut self.spans {
+                spans.failed("cancelled", "the client has left");
+            }
         }
     }
 }

@@ -58,8 +58,14 @@ impl Turn {
             enable_thinking: thinking.enabled,
             variables: thinking.variables,
         };
-        let request = chat_request(&chat, &state.template, &state.tokenizer, settings.sampling.clone())
-            .map_err(|error| placed(error, &places))?;
+        let request = chat_request(
+            &chat,
+            &state.template,
+            &state.tokenizer,
+            Some(&state.calls),
+            settings.sampling.clone(),
+        )
+        .map_err(|error| placed(error, &places))?;
         let request = settings.apply(request);
         let (answer, path) = format.map_or((None, "tools".to_owned()), |(rule, path)| (Some(rule), path));
         let outline = Outline { answer, calls };

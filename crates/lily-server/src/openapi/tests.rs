@@ -1,5 +1,7 @@
 use std::cell::RefCell;
 use std::collections::BTreeSet;
+use std::fs;
+use std::path::Path;
 
 use serde_json::Value;
 
@@ -104,4 +106,116 @@ fn references_lead_somewhere_and_the_version_is_the_programs() {
         nodes.extend(node.as_object().into_iter().flatten().map(|(_, member)| member));
         nodes.extend(node.as_array().into_iter().flatten());
     }
+}
+
+/// The part of `docs/api.md` that has the tests, from the headings on.
+fn table() -> (String, Vec<(String, String)>) {
+    let all = include_str!("../../../../docs/api.md");
+    let (_, table) = all.split_once("\n## Every endpoint and field, and its test\n").unwrap();
+    let mut parts = table.split("\n### ");
+    let endpoints = parts.next().unwrap().to_owned();
+    let parts = parts.map(|part| part.split_once('\n').unwrap());
+    (endpoints, parts.map(|(name, rows)| (name.to_owned(), rows.to_owned())).collect())
+}
+
+/// The texts in backticks of each cell of each row.
+fn rows(table: &str) -> impl Iterator<Item = Vec<Vec<&str>>> {
+    let rows = table.lines().filter(|line| line.starts_with("| `"));
+    rows.map(|row| row.split('|').map(|cell| cell.split('`').skip(1).step_by(2).collect()).collect())
+}
+
+/// All fields of a schema itself, by their paths; those of schemas that it refers to have tables of their own.
+fn paths(schema: &Value, path: &str, to: &mut BTreeSet<String>) {
+    for (name, property) in schema["properties"].as_object().into_iter().flatten() {
+        let path = if path.is_empty() { name.clone() } else { format!("{path}.{name}") };
+        to.insert(path.clone());
+        paths(property, &path, to);
+    }
+    for kind in ["allOf", "anyOf"] {
+        schema[kind].as_array().into_iter().flatten().for_each(|part| paths(part, path, to));
+    }
+    if let Some(items) = schema.get("items") {
+        paths(items, &format!("{path}[]"), to);
+    }
+}
+
+/// Names of the schemas that a schema refers to.
+fn references(node: &Value, to: &mut BTreeSet<String>) {
+    match node {
+        Value::Object(members) => {
+            to.extend(node["$ref"].as_str().and_then(|path| path.rsplit('/').next()).map(str::to_owned));
+            members.values().for_each(|member| references(member, to));
+        }
+        Value::Array(items) => items.iter().for_each(|item| references(item, to)),
+        _ => {}
+    }
+}
+
+/// Whether there is such a test; `name` is `FILE::FUNCTION`.
+fn exists(name: &str) -> bool {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let (file, function) = name.split_once("::").unwrap();
+    let folders = ["lily-server", "lily-engine", "lily-model", "lily"]
+        .iter()
+        .flat_map(|name| ["src", "tests"].map(|kind| root.join("crates").join(name).join(kind)));
+    let rust = folders.map(|folder| (folder.join(format!("{file}.rs")), format!("fn {function}(")));
+    let python = (root.join("tests/clients").join(format!("{file}.py")), format!("def {function}("));
+    rust.chain([python]).any(|(path, text)| fs::read_to_string(path).is_ok_and(|all| all.contains(&text)))
+}
+
+#[test]
+fn the_table_has_every_endpoint_and_field_and_its_tests_exist() {
+    let document = document();
+    let (endpoints, parts) = table();
+    let mut named: Vec<String> =
+        rows(&endpoints).flat_map(|row| row[1].clone()).map(str::to_lowercase).collect();
+    let routes = document["paths"].as_object().unwrap().iter();
+    let mut routes: Vec<String> = routes
+        .flat_map(|(path, methods)| {
+            methods.as_object().unwrap().keys().map(move |method| format!("{method} {path}"))
+        })
+        .collect();
+    named.sort();
+    routes.sort();
+    assert_eq!(named, routes);
+
+    // The schemas of requests, and those that they are made of.
+    let schemas = &document["components"]["schemas"];
+    let mut wanted = BTreeSet::new();
+    for methods in document["paths"].as_object().unwrap().values() {
+        methods
+            .as_object()
+            .unwrap()
+            .values()
+            .for_each(|method| references(&method["requestBody"], &mut wanted));
+    }
+    loop {
+        let before = wanted.len();
+        wanted.clone().iter().for_each(|name| references(&schemas[name], &mut wanted));
+        if wanted.len() == before {
+            break;
+        }
+    }
+    assert_eq!(parts.iter().map(|(name, _)| name.clone()).collect::<BTreeSet<_>>(), wanted);
+
+    let mut tests = BTreeSet::new();
+    tests.extend(rows(&endpoints).flat_map(|row| row[2].clone()));
+    for (name, part) in &parts {
+        let mut expected = BTreeSet::new();
+        paths(&schemas[name], "", &mut expected);
+        let mut found = BTreeSet::new();
+        for row in rows(part) {
+            for field in &row[1] {
+                assert!(found.insert((*field).to_owned()), "{name} has {field} twice");
+            }
+            assert!(!row[3].is_empty(), "{name}: {:?} has no test", row[1]);
+            tests.extend(row[3].clone());
+        }
+        assert_eq!(found, expected, "{name}");
+        let words =
+            part.lines().filter(|line| line.starts_with("| `")).filter_map(|line| line.split(" | ").nth(1));
+        assert!(words.into_iter().all(|word| ["honoured", "ignored", "refused"].contains(&word)), "{name}");
+    }
+    let missing: Vec<&&str> = tests.iter().filter(|test| !exists(test)).collect();
+    assert!(missing.is_empty(), "there are no such tests: {missing:?}");
 }

@@ -129,6 +129,8 @@ impl TestServer {
             hosts: Vec::new(),
             origins: Vec::new(),
             tls: None,
+            traces: None,
+            calls: Arc::default(),
             metrics: Metrics::new("scripted").unwrap(),
             created: unix_time(),
             limits: Limits::default(),

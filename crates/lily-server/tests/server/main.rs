@@ -3,9 +3,11 @@
 #![allow(clippy::unwrap_used, reason = "a helper that fails must fail its test")]
 
 mod bad_input;
+mod calls;
 mod chat;
 mod completions;
 mod disconnect;
+mod fields;
 mod fixture;
 mod guards;
 mod held;
@@ -16,3 +18,4 @@ mod patience;
 mod responses;
 mod several;
 mod tls;
+mod traces;

@@ -35,7 +35,7 @@ fn plain(answer: &Answer) -> Value {
 }
 
 /// Names and data of the events of a stream, whose names must be the types of their data.
-fn events(answer: &Answer) -> Vec<Value> {
+pub fn events(answer: &Answer) -> Vec<Value> {
     assert_eq!(answer.header("content-type"), Some("text/event-stream"));
     let event = |text: &str| {
         let (name, data) = text.split_once('\n').unwrap();
@@ -47,7 +47,7 @@ fn events(answer: &Answer) -> Vec<Value> {
 }
 
 /// Puts a message together from its events as clients do.
-fn fold(events: &[Value]) -> Value {
+pub fn fold(events: &[Value]) -> Value {
     let mut message = Value::Null;
     let mut input = String::new();
     for event in events {

@@ -29,7 +29,7 @@ fn plain(answer: &Answer) -> Value {
     answer.json()
 }
 
-fn events(answer: &Answer) -> Vec<Value> {
+pub fn events(answer: &Answer) -> Vec<Value> {
     assert_eq!(answer.header("content-type"), Some("text/event-stream"), "{}", answer.text());
     let event = |(i, text): (usize, &str)| {
         let (name, data) = text.split_once('\n').unwrap();

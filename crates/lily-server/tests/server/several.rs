@@ -12,7 +12,7 @@ use crate::fixture::{Script, TestServer, question};
 use crate::http::{get, post, post_chat};
 
 /// A server whose model draws at random.
-async fn random() -> TestServer {
+pub async fn random() -> TestServer {
     TestServer::start_with(Script::new().reply(""), |state| {
         let options = Options { cache_bytes: 8192, prefill_chunk: 64, ..options() };
         state.engine =

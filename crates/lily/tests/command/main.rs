@@ -39,7 +39,14 @@ fn lily(args: &[&str]) -> Command {
     if let Some(device) = std::env::var_os("LILY_TEST_DEVICE") {
         command.arg("--device").arg(device);
     }
-    for variable in ["LILY_MODEL", "LILY_LOG", "LILY_LOG_FORMAT", "LILY_API_KEY", "NO_COLOR"] {
+    for variable in [
+        "LILY_MODEL",
+        "LILY_LOG",
+        "LILY_LOG_FORMAT",
+        "LILY_API_KEY",
+        "NO_COLOR",
+        "OTEL_EXPORTER_OTLP_ENDPOINT",
+    ] {
         command.env_remove(variable);
     }
     command

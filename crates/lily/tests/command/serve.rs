@@ -172,3 +172,71 @@ fn logs_in_json_carry_the_id_of_their_request() {
     assert_eq!(finished["span"]["id"], "one-of-mine");
     assert_eq!(finished["fields"]["completion_tokens"], 3);
 }
+
+#[test]
+fn a_name_is_answered_to_if_it_is_given() {
+    let asked = |server: &Server, host: &str| {
+        let mut stream = TcpStream::connect(("127.0.0.1", server.port)).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        write!(stream, "GET /health HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n").unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        answer
+    };
+    let plain = Server::start(&["--model", &RANDOM]);
+    let named =
+        Server::start(&["--model", &RANDOM, "--allow-host", "lily.test", "--allow-host", "proxy.test"]);
+    for host in ["lily.test", "proxy.test:8080"] {
+        let refused = asked(&plain, host);
+        assert!(refused.starts_with("HTTP/1.1 403") && refused.contains("host_not_allowed"), "{refused}");
+        assert!(refused.contains("--allow-host"), "it says what to do: {refused}");
+        assert!(asked(&named, host).starts_with("HTTP/1.1 200"));
+    }
+    assert!(asked(&named, "other.test").starts_with("HTTP/1.1 403"));
+    assert!(asked(&named, "localhost").starts_with("HTTP/1.1 200"));
+}
+
+#[test]
+fn traces_reach_the_collector_that_the_environment_names() {
+    let collector = TcpListener::bind("127.0.0.1:0").unwrap();
+    let endpoint = format!("http://{}", collector.local_addr().unwrap());
+    let args = ["serve", "--port", "0", "--model", &RANDOM];
+    let mut command = lily(&args);
+    command.env("OTEL_EXPORTER_OTLP_ENDPOINT", &endpoint);
+    command.env("OTEL_SERVICE_NAME", "lily-of-this-test").env("OTEL_BSP_SCHEDULE_DELAY", "50");
+    let server = Server::started(command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap());
+    let body = json!({"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}).to_string();
+    let reply = server.answer("POST", "/v1/chat/completions", "x-request-id: one-of-mine\r\n", &body);
+    assert!(reply.starts_with("HTTP/1.1 200"), "{reply}");
+    let (mut stream, _) = collector.accept().unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    let mut received = Vec::new();
+    let words =
+        ["POST /v1/traces ", "lily-of-this-test", "one-of-mine", "gen_ai.usage.output_tokens", "prefill"];
+    while !words.iter().all(|word| String::from_utf8_lossy(&received).contains(word)) {
+        let mut piece = [0; 4096];
+        let length = stream.read(&mut piece).unwrap();
+        assert!(length > 0, "{}", String::from_utf8_lossy(&received));
+        received.extend_from_slice(&piece[..length]);
+    }
+}
+
+#[test]
+fn a_collector_that_can_not_be_reached_in_plain_http_is_refused() {
+    let done = output(&["serve", "--port", "0", "--otlp-endpoint", "https://collector.example"]);
+    assert_refused(&done, 2, &["--otlp-endpoint", "expected http://HOST:PORT"]);
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn without_a_collector_no_thread_waits_for_spans() {
+    let threads = |server: &Server| -> Vec<String> {
+        let tasks = fs::read_dir(format!("/proc/{}/task", server.process.id())).unwrap();
+        tasks.map(|task| fs::read_to_string(task.unwrap().path().join("comm")).unwrap()).collect()
+    };
+    let exporting = |server: &Server| threads(server).iter().any(|name| name.starts_with("OpenTelemetry"));
+    let plain = Server::start(&["--model", &RANDOM]);
+    let traced = Server::start(&["--model", &RANDOM, "--otlp-endpoint", "http://127.0.0.1:9"]);
+    assert!(!exporting(&plain), "{:?}", threads(&plain));
+    assert!(exporting(&traced), "{:?}", threads(&traced));
+}

@@ -115,3 +115,17 @@ fn a_busy_server_lets_answers_finish_unless_asked_twice() {
     assert_eq!(end(&mut server.process).code(), Some(130));
     assert!(start.elapsed() < Duration::from_secs(3), "{:?}", start.elapsed());
 }
+
+#[test]
+fn a_collector_that_says_nothing_does_not_keep_a_server_from_ending() {
+    let collector = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let endpoint = format!("http://{}", collector.local_addr().unwrap());
+    let mut server = Server::start(&["--model", &RANDOM, "--otlp-endpoint", &endpoint]);
+    let body = r#"{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}"#;
+    let reply = server.answer("POST", "/v1/chat/completions", "", body);
+    assert!(reply.starts_with("HTTP/1.1 200"), "{reply}");
+    let start = Instant::now();
+    interrupt(&server.process);
+    assert_eq!(end(&mut server.process).code(), Some(0));
+    assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
+}
