@@ -65,10 +65,10 @@ struct Machine {
 };
 thread_local Machine own_machine;
 /// The one of this OS thread, set when a launch begins: cheaper to read than a variable with a destructor.
-__attribute__((tls_model("initial-exec"))) thread_local Machine* here;
+thread_local Machine* here;
 #define machine (*here)
 /// Whether a kernel is running on this OS thread: only then is a fault ours.
-__attribute__((tls_model("initial-exec"))) thread_local volatile bool running;
+thread_local volatile bool running;
 
 /// What came back through the scheduler's jump.
 enum Reason { SUSPENDED = 1, FAILED = 2 };
