@@ -7,22 +7,15 @@
 use std::sync::Arc;
 
 use lily_model::config::Config;
-use lily_model::weights::{Layer, Weights};
+use lily_model::weights::Weights;
 
 use crate::state::{Kind, LayerState, Ledger, Page, Recurrent, Sequence, Values};
 
 /// Ends in the version of the format: change it whenever the bytes behind it change meaning.
 const MAGIC: [u8; 8] = *b"LilyCPU\x02";
 
-/// A number that tells models apart, by their shapes and all gains of their norms, and types of the cache.
 fn fingerprint(config: &Config, kind: Kind, weights: &Weights) -> u32 {
-    let mut crc = crc32fast::Hasher::new();
-    crc.update(format!("{config:?} {kind:?}").as_bytes());
-    let gains = |l: &'_ Layer| [l.input_norm.clone(), l.post_attention_norm.clone()].concat();
-    for x in weights.layers.iter().flat_map(gains).chain(weights.norm.clone()) {
-        crc.update(&x.to_le_bytes());
-    }
-    crc.finalize()
+    weights.fingerprint(config, &format!(" {kind:?}"))
 }
 
 /// Writes a frozen sequence.

@@ -8,13 +8,14 @@ use lily_model::backend::{
     StepOutput, Ticket, Want,
 };
 use lily_model::config::Config;
+use lily_model::pool::PAGE;
 use lily_model::sample::{SampleParams, Sampled, sample};
 use lily_model::weights::Weights;
 
 use crate::device::Source;
 use crate::driver::{Context, DriverError, Event, Graph, Pinned};
 use crate::forward::Device;
-use crate::state::{PAGE, Sequence, State};
+use crate::state::{Sequence, State};
 use crate::step::{self, MAX_SEGMENTS, NONE, Plan};
 use crate::{LoadError, export};
 
@@ -124,7 +125,7 @@ impl CudaBackend {
         };
         let flights = (0..IN_FLIGHT).map(flight).collect::<Result<_, _>>()?;
         let fingerprint = match source {
-            Source::Checkpoint(weights) => export::fingerprint(&device.config, weights),
+            Source::Checkpoint(weights) => weights.fingerprint(&device.config, ""),
             Source::Random(seed) => *seed,
         };
         let limits = Limits {
@@ -133,7 +134,7 @@ impl CudaBackend {
             context: options.context,
             max_batch_tokens: options.max_batch_tokens,
             max_segments: MAX_SEGMENTS as u32,
-            state_budget: device.state.pool.budget(&device.state.sizes),
+            state_budget: device.state.pool.budget(&device.state.sizes.parts()),
         };
         tracing::info!(
             "{}: weights {} bytes, state {} bytes, decode kernel {}",
@@ -192,7 +193,8 @@ impl CudaBackend {
         }
         let State { pool, sizes, .. } = &self.device.state;
         if !pool.fits(pages) {
-            let (needed, available) = (sizes.bytes(1, pages), pool.largest(sizes));
+            let parts = sizes.parts();
+            let (needed, available) = (parts.bytes(1, pages), pool.largest(&parts));
             return Err(BackendError::OutOfMemory { capacity, needed, available });
         }
         Ok(())
@@ -346,7 +348,7 @@ impl Backend for CudaBackend {
     fn free(&mut self, seq: SeqId) -> Result<(), BackendError> {
         self.sequence(seq)?;
         if let Some(sequence) = self.sequences.remove(&seq) {
-            self.device.state.pool.release(sequence);
+            self.device.state.pool.release(sequence.lease);
         }
         Ok(())
     }
@@ -365,7 +367,7 @@ impl Backend for CudaBackend {
     fn forget(&mut self, snapshot: SnapshotId) -> Result<(), BackendError> {
         self.snapshot_state(snapshot)?;
         if let Some(sequence) = self.snapshots.remove(&snapshot) {
-            self.device.state.pool.release(sequence);
+            self.device.state.pool.release(sequence.lease);
         }
         Ok(())
     }
@@ -387,12 +389,12 @@ impl Backend for CudaBackend {
     }
 
     fn state_bytes(&self, capacity: u32) -> u64 {
-        self.device.state.sizes.sequence(capacity as usize)
+        self.device.state.sizes.parts().sequence(capacity as usize)
     }
 
     fn free_bytes(&self) -> u64 {
         let State { pool, sizes, .. } = &self.device.state;
-        pool.free_bytes(sizes)
+        pool.free_bytes(&sizes.parts())
     }
 
     fn steps_in_flight(&self) -> usize {

@@ -4,13 +4,14 @@ use std::cell::RefCell;
 use std::sync::Arc;
 
 use lily_model::config::Config;
+use lily_model::pool::{Capacity, PAGE};
 use lily_model::weights::Weights;
 
 use crate::buffers::Buffers;
 use crate::driver::{Args, Context, DriverError, Shape, Traffic};
 use crate::forward::{Device, GroupSizes, flash_shared};
 use crate::kernels::Kernels;
-use crate::state::{self, Capacity, PAGE, State};
+use crate::state::{self, State};
 use crate::step::{Layout, Plan};
 use crate::token::Token;
 use crate::weights::{DeviceWeights, Random};
@@ -95,7 +96,7 @@ impl Device {
         let length = (options.context as usize).next_multiple_of(PAGE);
         let state_sizes = state::Sizes::new(&config, length);
         let sequences = options.max_sequences as usize;
-        let capacity = Capacity::new(&state_sizes, length, sequences, options.snapshot_bytes);
+        let capacity = Capacity::new(&state_sizes.parts(), length, sequences, options.snapshot_bytes);
         let state = State::new(&context, state_sizes, length, capacity)?;
         let buffers = Buffers::new(&context, &config, &layout, length)?;
         let grouped = options.fast_decode && group_sizes.fit(&context);

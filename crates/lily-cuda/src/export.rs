@@ -3,26 +3,14 @@
 //! Little-endian: magic, CRC-32 of everything behind it, fingerprint of the model, number of tokens, which conv state is the
 //! present one, whether a token was sampled and which; then tokens, recurrent state, conv states and pages as on the device.
 
-use lily_model::config::Config;
-use lily_model::weights::{Layer, Weights};
+use lily_model::pool::PAGE;
 
 use crate::driver::{Buffer, DriverError};
-use crate::state::{PAGE, Sequence, Sizes, State};
+use crate::state::{Sequence, Sizes, State};
 
 /// Ends in the version of the format: change it whenever the bytes behind it change meaning.
 const MAGIC: [u8; 8] = *b"LilyGPU\x02";
 const HEADER: usize = MAGIC.len() + 4 + 5 * 4;
-
-/// A number that tells models apart: their shapes and all gains of their norms.
-pub fn fingerprint(config: &Config, weights: &Weights) -> u32 {
-    let mut crc = crc32fast::Hasher::new();
-    crc.update(format!("{config:?}").as_bytes());
-    let gains = |l: &'_ Layer| [l.input_norm.clone(), l.post_attention_norm.clone()].concat();
-    for x in weights.layers.iter().flat_map(gains).chain(weights.norm.clone()) {
-        crc.update(&x.to_le_bytes());
-    }
-    crc.finalize()
-}
 
 /// What stands before the state.
 pub struct Header {
@@ -42,7 +30,7 @@ fn parts(sizes: &Sizes, len: usize) -> [usize; 4] {
 pub fn to_bytes(state: &State, fingerprint: u32, s: &Sequence) -> Result<Vec<u8>, DriverError> {
     let [history, recurrent, conv, pages] = parts(&state.sizes, s.len);
     let mut out = vec![0; HEADER + history + recurrent + conv + pages];
-    let slot = s.slot as usize;
+    let slot = s.lease.slot as usize;
     let mut token = [0; 4];
     state.sampled.read(4 * slot, &mut token)?;
     let words = [fingerprint, s.len as u32, s.parity, u32::from(s.sampled)];
@@ -55,7 +43,7 @@ pub fn to_bytes(state: &State, fingerprint: u32, s: &Sequence) -> Result<Vec<u8>
     state.history.read(slot * state.sizes.history, a)?;
     state.recurrent.read(slot * state.sizes.recurrent, b)?;
     state.conv.read(slot * state.sizes.conv, c)?;
-    for (page, bytes) in s.pages.iter().zip(rest.chunks_exact_mut(state.sizes.page)) {
+    for (page, bytes) in s.lease.pages.iter().zip(rest.chunks_exact_mut(state.sizes.page)) {
         state.pages.read(*page as usize * state.sizes.page, bytes)?;
     }
     let crc = crc32fast::hash(&out[12..]);
@@ -95,7 +83,7 @@ pub fn restore(state: &mut State, header: &Header, bytes: &[u8]) -> Result<Seque
     let mut s = state.create(header.len)?;
     (s.len, s.parity, s.sampled) = (header.len, header.parity, header.sampled);
     let [history, recurrent, conv, _] = parts(&state.sizes, header.len);
-    let slot = s.slot as usize;
+    let slot = s.lease.slot as usize;
     let mut rest = &bytes[HEADER..];
     let mut write = |buffer: &Buffer, at: usize, n: usize| {
         let (now, later) = rest.split_at(n);
@@ -105,7 +93,7 @@ pub fn restore(state: &mut State, header: &Header, bytes: &[u8]) -> Result<Seque
     write(&state.history, slot * state.sizes.history, history)?;
     write(&state.recurrent, slot * state.sizes.recurrent, recurrent)?;
     write(&state.conv, slot * state.sizes.conv, conv)?;
-    for page in &s.pages {
+    for page in &s.lease.pages {
         write(&state.pages, *page as usize * state.sizes.page, state.sizes.page)?;
     }
     state.sampled.write(4 * slot, &header.token.to_le_bytes())?;

@@ -3,13 +3,14 @@
 use std::sync::Arc;
 
 use lily_model::config::Config;
+use lily_model::pool::PAGE;
 
 use crate::buffers::Buffers;
 use crate::cluster::Clusters;
 use crate::driver::{Args, Buffer, Context, DriverError, Shape};
 use crate::kernels::Kernels;
 use crate::pack::{Packing, TILE_COLS, TILE_ROWS};
-use crate::state::{PAGE, State};
+use crate::state::State;
 use crate::step::{Layout, Plan};
 use crate::weights::{DeviceLayer, DeviceMatrix, DeviceMixer, DeviceMoe, DeviceWeights, Stack};
 

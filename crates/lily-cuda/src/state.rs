@@ -6,11 +6,9 @@
 use std::sync::Arc;
 
 use lily_model::config::{Config, LayerKind};
+use lily_model::pool::{Capacity, Lease, PAGE, PartSizes, Pool};
 
 use crate::driver::{Buffer, Context, DriverError};
-
-/// Positions of a page.
-pub const PAGE: usize = 64;
 
 /// Sizes of the state, bytes.
 #[derive(Clone, Copy, Debug)]
@@ -37,29 +35,17 @@ impl Sizes {
         }
     }
 
-    /// Bytes of a slot.
-    pub fn slot(&self) -> usize {
-        self.recurrent + self.conv + self.history
-    }
-
-    /// Bytes of so many slots and pages.
-    pub fn bytes(&self, slots: usize, pages: usize) -> u64 {
-        (slots * self.slot() + pages * self.page) as u64
-    }
-
-    /// Bytes that a sequence of so many tokens takes.
-    pub fn sequence(&self, capacity: usize) -> u64 {
-        self.bytes(1, capacity.div_ceil(PAGE))
+    /// As the pool counts them.
+    pub fn parts(&self) -> PartSizes {
+        PartSizes { slot: self.recurrent + self.conv + self.history, page: self.page }
     }
 }
 
 /// A sequence or a snapshot.
 #[derive(Clone, Debug)]
 pub struct Sequence {
-    /// Its slot.
-    pub slot: u32,
-    /// Its pages, in order.
-    pub pages: Vec<u32>,
+    /// Its slot and its pages.
+    pub lease: Lease,
     /// Tokens fed so far.
     pub len: usize,
     /// Most tokens.
@@ -68,100 +54,6 @@ pub struct Sequence {
     pub parity: u32,
     /// Whether the last step sampled a token, which is then in the slot.
     pub sampled: bool,
-}
-
-/// Tokens of a prompt between two snapshots, as the engine takes them: a snapshot comes with so many new pages.
-const SNAPSHOT_TOKENS: usize = 2048;
-
-/// How many slots and pages there are.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Capacity {
-    /// Slots.
-    pub slots: usize,
-    /// Pages.
-    pub pages: usize,
-}
-
-impl Capacity {
-    /// For `sequences` sequences of `length` tokens, and for snapshots in `snapshot_bytes` bytes beside them: as many as
-    /// have [`SNAPSHOT_TOKENS`] each to themselves. What is left over becomes pages.
-    pub fn new(sizes: &Sizes, length: usize, sequences: usize, snapshot_bytes: u64) -> Self {
-        let (slot, page) = (sizes.slot() as u64, sizes.page.max(1) as u64);
-        let snapshot = slot + (SNAPSHOT_TOKENS.min(length).div_ceil(PAGE) as u64) * page;
-        // The last may have fewer: with its neighbours it often shares more.
-        let snapshots = snapshot_bytes.div_ceil(snapshot).min(snapshot_bytes / slot);
-        let pages = (snapshot_bytes - snapshots * slot) / page;
-        Self {
-            slots: sequences + snapshots as usize,
-            pages: sequences * length.div_ceil(PAGE) + pages as usize,
-        }
-    }
-}
-
-/// Which slots and pages are taken. A page counts once, however many share it, until the last lets go.
-pub struct Pool {
-    capacity: Capacity,
-    free_slots: Vec<u32>,
-    free_pages: Vec<u32>,
-    /// Of each page.
-    users: Vec<u32>,
-}
-
-impl Pool {
-    /// All free.
-    pub fn new(capacity: Capacity) -> Self {
-        Self {
-            capacity,
-            free_slots: (0..capacity.slots as u32).rev().collect(),
-            free_pages: (0..capacity.pages as u32).rev().collect(),
-            users: vec![0; capacity.pages],
-        }
-    }
-
-    /// Bytes of all slots and pages.
-    pub fn budget(&self, sizes: &Sizes) -> u64 {
-        sizes.bytes(self.capacity.slots, self.capacity.pages)
-    }
-
-    /// Bytes of the slots and pages that are free.
-    pub fn free_bytes(&self, sizes: &Sizes) -> u64 {
-        sizes.bytes(self.free_slots.len(), self.free_pages.len())
-    }
-
-    /// Bytes of the largest sequence that could be made now; 0 without a free slot.
-    pub fn largest(&self, sizes: &Sizes) -> u64 {
-        match self.free_slots.is_empty() {
-            true => 0,
-            false => sizes.bytes(1, self.free_pages.len()),
-        }
-    }
-
-    /// Whether a slot and so many pages are free.
-    pub fn fits(&self, pages: usize) -> bool {
-        !self.free_slots.is_empty() && pages <= self.free_pages.len()
-    }
-
-    /// A slot, the pages `shared` and fresh ones behind them, if there are so many.
-    pub fn take(&mut self, capacity: usize, shared: &[u32]) -> Option<Sequence> {
-        let fresh = capacity.div_ceil(PAGE).saturating_sub(shared.len());
-        let left = self.free_pages.len().checked_sub(fresh)?;
-        let slot = self.free_slots.pop()?;
-        let fresh = self.free_pages.split_off(left);
-        let pages: Vec<u32> = shared.iter().copied().chain(fresh).collect();
-        pages.iter().for_each(|&p| self.users[p as usize] += 1);
-        Some(Sequence { slot, pages, len: 0, capacity, parity: 0, sampled: false })
-    }
-
-    /// Gives back what a sequence has.
-    pub fn release(&mut self, sequence: Sequence) {
-        self.free_slots.push(sequence.slot);
-        for page in sequence.pages {
-            self.users[page as usize] -= 1;
-            if self.users[page as usize] == 0 {
-                self.free_pages.push(page);
-            }
-        }
-    }
 }
 
 /// Device memory of all state, and who has what.
@@ -222,7 +114,7 @@ impl State {
     /// An empty sequence; [`Pool::fits`] must have said yes.
     pub fn create(&mut self, capacity: usize) -> Result<Sequence, DriverError> {
         let sequence = self.take(capacity, &[])?;
-        let slot = u64::from(sequence.slot);
+        let slot = u64::from(sequence.lease.slot);
         let zero = |buffer: &Buffer, bytes: usize| {
             self.context.fill(buffer.address() + slot * bytes as u64, 0, bytes)
         };
@@ -235,8 +127,8 @@ impl State {
     /// one unless `frozen`, for a copy that is never written. [`Pool::fits`] must have said yes to [`State::own_pages`].
     pub fn copy(&mut self, from: &Sequence, capacity: usize, frozen: bool) -> Result<Sequence, DriverError> {
         let shared = if frozen { from.len.div_ceil(PAGE) } else { from.len / PAGE };
-        let mut copy = self.take(capacity, &from.pages[..shared])?;
-        let slots = (u64::from(copy.slot), u64::from(from.slot));
+        let mut copy = self.take(capacity, &from.lease.pages[..shared])?;
+        let slots = (u64::from(copy.lease.slot), u64::from(from.lease.slot));
         let move_slot = |buffer: &Buffer, bytes: usize| {
             let at = |slot: u64| buffer.address() + slot * bytes as u64;
             self.context.copy(at(slots.0), at(slots.1), bytes)
@@ -247,7 +139,7 @@ impl State {
         move_slot(&self.sampled, 4)?;
         if !frozen && !from.len.is_multiple_of(PAGE) {
             let at = |page: u32| self.page_address(page);
-            self.context.copy(at(copy.pages[shared]), at(from.pages[shared]), self.sizes.page)?;
+            self.context.copy(at(copy.lease.pages[shared]), at(from.lease.pages[shared]), self.sizes.page)?;
         }
         (copy.len, copy.parity, copy.sampled) = (from.len, from.parity, from.sampled);
         Ok(copy)
@@ -265,68 +157,10 @@ impl State {
 
     fn take(&mut self, capacity: usize, shared: &[u32]) -> Result<Sequence, DriverError> {
         let missing = || DriverError::Call { call: "state", name: "no free slot or page".to_owned() };
-        let sequence = self.pool.take(capacity, shared).ok_or_else(missing)?;
-        let table: Vec<u8> = sequence.pages.iter().flat_map(|p| p.to_le_bytes()).collect();
-        let at = u64::from(sequence.slot) * (self.most_pages * 4) as u64;
+        let lease = self.pool.take(capacity, shared).ok_or_else(missing)?;
+        let table: Vec<u8> = lease.pages.iter().flat_map(|p| p.to_le_bytes()).collect();
+        let at = u64::from(lease.slot) * (self.most_pages * 4) as u64;
         self.context.send(self.tables.address() + at, &table)?;
-        Ok(sequence)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const SIZES: Sizes = Sizes { recurrent: 1000, conv: 20, history: 4, page: 64 };
-
-    #[test]
-    fn snapshots_get_memory_of_their_own() {
-        let capacity = |length, sequences, bytes| {
-            let Capacity { slots, pages } = Capacity::new(&SIZES, length, sequences, bytes);
-            (slots, pages)
-        };
-        // A snapshot takes a slot of 1,024 bytes and 32 pages of 64.
-        assert_eq!(capacity(4096, 4, 0), (4, 256));
-        assert_eq!(capacity(4096, 4, 3 * 3072), (7, 256 + 96));
-        // A fourth that has fewer pages to itself.
-        assert_eq!(capacity(4096, 4, 3 * 3072 + 1030), (8, 256 + 96));
-        assert_eq!(capacity(100, 1, 10 * (1024 + 128)), (11, 2 + 20));
-        // Too little for the state of even one.
-        assert_eq!(capacity(4096, 1, 1023), (1, 64 + 15));
-        assert_eq!(capacity(4096, 1, 1024), (2, 64));
-        for bytes in (0..100_000).step_by(37) {
-            let Capacity { slots, pages } = Capacity::new(&SIZES, 4096, 2, bytes);
-            let used = SIZES.bytes(slots, pages) - SIZES.bytes(2, 128);
-            assert!(used <= bytes && bytes - used < 64, "{bytes}: {used}");
-        }
-    }
-
-    /// 130 tokens are two full pages and a part of one. What is shared counts once, until the last lets go.
-    #[test]
-    fn free_bytes_are_all_that_is_not_reserved() {
-        let mut pool = Pool::new(Capacity { slots: 4, pages: 10 });
-        let free = |pool: &Pool| pool.free_bytes(&SIZES);
-        let (budget, slot, page) = (pool.budget(&SIZES), 1024, 64);
-        assert_eq!((budget, free(&pool)), (4 * slot + 10 * page, budget));
-        let sequence = pool.take(192, &[]).unwrap();
-        assert_eq!(budget - free(&pool), slot + 3 * page);
-        let snapshot = pool.take(130, &sequence.pages).unwrap();
-        assert_eq!(budget - free(&pool), 2 * slot + 3 * page);
-        let resumed = pool.take(256, &snapshot.pages[..2]).unwrap();
-        assert_eq!(budget - free(&pool), 3 * slot + 5 * page);
-        // A fourth uses up the slots, and bytes of pages stay free.
-        let last = pool.take(64, &[]).unwrap();
-        assert_eq!(budget - free(&pool), 4 * slot + 6 * page);
-        assert_eq!((pool.largest(&SIZES), pool.fits(0)), (0, false));
-        assert!(pool.take(0, &[]).is_none());
-        pool.release(last);
-        assert_eq!(pool.largest(&SIZES), slot + 5 * page);
-        assert!(pool.fits(5) && !pool.fits(6) && pool.take(6 * 64, &[]).is_none());
-        pool.release(sequence);
-        assert_eq!(budget - free(&pool), 2 * slot + 5 * page);
-        pool.release(snapshot);
-        assert_eq!(budget - free(&pool), slot + 4 * page);
-        pool.release(resumed);
-        assert_eq!(free(&pool), budget);
+        Ok(Sequence { lease, len: 0, capacity, parity: 0, sampled: false })
     }
 }

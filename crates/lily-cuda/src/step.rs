@@ -99,7 +99,7 @@ pub fn write(out: &mut [u8], layout: &Layout, batch: &Batch, sequences: &[&Seque
         let want = wanted(&segment.want, rows);
         let (ids, source) = match &segment.tokens {
             Tokens::Ids(ids) => (&ids[..], NONE),
-            Tokens::LastSampled => (&[][..], sequence.slot),
+            Tokens::LastSampled => (&[][..], sequence.lease.slot),
         };
         let sample = matches!(segment.want, Want::Sample(_));
         plan.decode &= sample && rows == 1;
@@ -110,7 +110,7 @@ pub fn write(out: &mut [u8], layout: &Layout, batch: &Batch, sequences: &[&Seque
                 first,
                 rows as u32,
                 start,
-                sequence.slot,
+                sequence.lease.slot,
                 source,
                 sequence.parity,
                 want as u32,
@@ -177,11 +177,12 @@ mod tests {
     use std::sync::Arc;
 
     use lily_model::backend::{Segment, SeqId, Tokens};
+    use lily_model::pool::Lease;
 
     use super::*;
 
     fn sequence(slot: u32, len: usize) -> Sequence {
-        Sequence { slot, pages: vec![], len, capacity: 99, parity: 1, sampled: true }
+        Sequence { lease: Lease { slot, pages: vec![] }, len, capacity: 99, parity: 1, sampled: true }
     }
 
     #[test]

@@ -2,11 +2,11 @@
 
 use lily_model::config::{Config, LayerKind};
 use lily_model::footprint::Footprint;
+use lily_model::pool::PAGE;
 
 use crate::driver::{Args, Buffer, DriverError, Shape};
 use crate::forward::Device;
 use crate::pack::{Packing, TILE_COLS, TILE_ROWS};
-use crate::state::PAGE;
 use crate::step::Plan;
 use crate::weights::{DeviceLayer, DeviceMixer};
 

@@ -1,6 +1,8 @@
-// A gated attention mixer: `project_attention`, `attend`, `combine`, `out_attention`.
+// A gated attention mixer of one token: `project_attention`, `attend`, `combine`, `out_attention`. That of several is in
+// `attend_rows.metal`.
 //
-// The cache of a layer is `[position, K/V head, HEAD_DIM]` for keys, normed and rotated, and the same for values, of type KV.
+// The cache of a layer is `[page, PAGE, K/V head, HEAD_DIM]` for keys, normed and rotated, and the same for values, of type KV.
+// `pages` has the number of the page of every PAGE positions of a sequence; a page is whole blocks.
 
 constant constexpr uint QUERY_WIDTH = HEADS * HEAD_DIM;
 constant constexpr uint KV_WIDTH = KV_HEADS * HEAD_DIM;
@@ -10,6 +12,8 @@ constant constexpr uint SHARED_BY = HEADS / KV_HEADS;
 constant constexpr uint HELD = SHARED_BY < 4 ? SHARED_BY : 4;
 constant constexpr uint SETS = SHARED_BY / HELD;
 constant constexpr uint ATTEND_SIMDGROUPS = 8;
+/// Positions of a block: what `attend_rows` takes at a time, one a lane.
+constant constexpr uint POSITIONS = LANES;
 /// Positions that a threadgroup has in hand at once.
 constant constexpr uint STREAMS = ATTEND_SIMDGROUPS / SETS;
 /// Dimensions of a lane.
@@ -17,7 +21,13 @@ constant constexpr uint DIMS = HEAD_DIM / LANES;
 constant constexpr uint HALF_ROTARY = ROTARY_DIM / 2;
 constant constexpr float LOWEST = -1e30f;
 
-/// Norm, then the projections query|gate (by head), k and v, one behind the other in `projected`.
+/// How a step's tokens of one sequence are attended: their number, and into how many parts, at most, positions are divided.
+struct Chunk {
+    uint rows;
+    uint parts;
+};
+
+/// Norm, then the projections query|gate (by head), k and v.
 [[max_total_threads_per_threadgroup(128)]]
 kernel void project_attention(
     const device float* x [[buffer(0)]],
@@ -31,36 +41,77 @@ kernel void project_attention(
     const device uchar* v_codes [[buffer(8)]],
     const device bfloat* v_scales [[buffer(9)]],
     const device bfloat* v_biases [[buffer(10)]],
-    device float* projected [[buffer(11)]],
+    device float* queries [[buffer(11)]],
+    device float* new_keys [[buffer(12)]],
+    device float* new_values [[buffer(13)]],
     uint group [[threadgroup_position_in_grid]],
     uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]
 ) {
-    const uint first = (group * PRODUCT_SIMDGROUPS + simdgroup) * ROWS;
-    if (first >= 2 * QUERY_WIDTH + 2 * KV_WIDTH) {
+    uint row = (group * PRODUCT_SIMDGROUPS + simdgroup) * ROWS;
+    if (row >= 2 * QUERY_WIDTH + 2 * KV_WIDTH) {
         return;
     }
-    uint row = first;
+    device float* out = queries;
     Matrix m = {q_codes, q_scales, q_biases};
     if (row >= 2 * QUERY_WIDTH + KV_WIDTH) {
         row -= 2 * QUERY_WIDTH + KV_WIDTH;
         m = {v_codes, v_scales, v_biases};
+        out = new_values;
     } else if (row >= 2 * QUERY_WIDTH) {
         row -= 2 * QUERY_WIDTH;
         m = {k_codes, k_scales, k_biases};
+        out = new_keys;
     }
     float sums[ROWS];
     normed_product_q4(sums, x, gains, m, row, ROWS, lane);
     if (lane == 0) {
         for (uint r = 0; r < ROWS; ++r) {
-            projected[first + r] = sums[r];
+            out[row + r] = sums[r];
         }
     }
 }
 
-/// Positions of a part, when `count` positions are attended to: at least 64.
-inline uint part_length(uint count) {
-    return max((count + PARTS - 1) / PARTS, 64u);
+/// Row of the cache that a position has.
+inline ulong cache_row(const device uint* pages, uint position) {
+    return ulong(pages[position / PAGE]) * PAGE + position % PAGE;
+}
+
+/// Positions of a part, when `count` positions are attended to in at most `parts` parts: whole blocks, two or more.
+inline uint part_length(uint count, uint parts) {
+    return max(((count + parts - 1) / parts + POSITIONS - 1) / POSITIONS, 2u) * POSITIONS;
+}
+
+/// Cosine and sine of each rotated pair at a position. `turns`: by how much of a full turn a pair moves a position, in units of
+/// 2^-64: a position times that, cut to 64 bits, is the angle, exact at any position.
+inline void turn_by(const device ulong* turns, uint position, threadgroup float* turn, uint thread_index) {
+    for (uint i = thread_index; i < HALF_ROTARY; i += LANES * ATTEND_SIMDGROUPS) {
+        // The upper half of the fraction, as a signed one: an angle from -pi to pi.
+        const int fraction = int(uint((turns[i] * position) >> 32));
+        const float angle = float(fraction) * (M_PI_F / 2147483648.0f);
+        turn[2 * i] = precise::cos(angle);
+        turn[2 * i + 1] = precise::sin(angle);
+    }
+}
+
+/// Norms of the query heads of a K/V head and, behind them, of its new key.
+inline void norm_heads_and_key(
+    const device float* queries, const device float* new_keys, const device float* q_gains, const device float* k_gains,
+    threadgroup float* heads, uint kv_head, uint simdgroup, uint lane
+) {
+    for (uint h = simdgroup; h <= SHARED_BY; h += ATTEND_SIMDGROUPS) {
+        const bool query = h < SHARED_BY;
+        const device float* from = query ? queries + (kv_head * SHARED_BY + h) * 2 * HEAD_DIM : new_keys + kv_head * HEAD_DIM;
+        const device float* gains = query ? q_gains : k_gains;
+        float squares = 0.0f;
+        for (uint i = lane; i < HEAD_DIM; i += LANES) {
+            squares += from[i] * from[i];
+        }
+        const float factor = norm_factor(squares, HEAD_DIM);
+        for (uint i = lane; i < HEAD_DIM; i += LANES) {
+            heads[h * HEAD_DIM + i] = from[i] * factor * gains[i];
+        }
+    }
 }
 
 /// Dimension `i` of a normed head behind the rotation; `turn` has cosine and sine of each pair.
@@ -78,19 +129,20 @@ inline float rotated(const threadgroup float* head, const threadgroup float* tur
 
 /// Norms and rotation of the query heads of one K/V head and of the new key, which is appended to the cache; then attention
 /// over one part of the positions. Query heads of a K/V head read its keys and values together.
-/// `turns`: of each rotated pair, by how much of a full turn it moves a position, in units of 2^-64: a position times that,
-/// cut to 64 bits, is the angle, exact at any position.
 [[max_total_threads_per_threadgroup(256)]]
 kernel void attend(
-    const device float* projected [[buffer(0)]],
-    const device float* q_gains [[buffer(1)]],
-    const device float* k_gains [[buffer(2)]],
-    const device ulong* turns [[buffer(3)]],
-    const device uint* position [[buffer(4)]],
-    device KV* keys [[buffer(5)]],
-    device KV* values [[buffer(6)]],
-    device float* parts [[buffer(7)]],
-    device float* weights [[buffer(8)]],
+    const device float* queries [[buffer(0)]],
+    const device float* new_keys [[buffer(1)]],
+    const device float* new_values [[buffer(2)]],
+    const device float* q_gains [[buffer(3)]],
+    const device float* k_gains [[buffer(4)]],
+    const device ulong* turns [[buffer(5)]],
+    const device uint* position [[buffer(6)]],
+    device KV* keys [[buffer(7)]],
+    device KV* values [[buffer(8)]],
+    device float* parts [[buffer(9)]],
+    device float* weights [[buffer(10)]],
+    const device uint* pages [[buffer(11)]],
     threadgroup float* heads [[threadgroup(0)]],
     threadgroup float* turn [[threadgroup(1)]],
     threadgroup float* merged [[threadgroup(2)]],
@@ -102,35 +154,15 @@ kernel void attend(
 ) {
     const uint kv_head = group.y;
     const uint newest = position[0];
-    const uint length = part_length(newest + 1);
+    const uint length = part_length(newest + 1, PARTS);
     const uint first = group.x * length;
     if (first > newest) {
         return;
     }
     const uint end = min(first + length, newest + 1);
 
-    for (uint i = thread_index; i < HALF_ROTARY; i += LANES * ATTEND_SIMDGROUPS) {
-        // The upper half of the fraction, as a signed one: an angle from -pi to pi.
-        const int fraction = int(uint((turns[i] * newest) >> 32));
-        const float angle = float(fraction) * (M_PI_F / 2147483648.0f);
-        turn[2 * i] = precise::cos(angle);
-        turn[2 * i + 1] = precise::sin(angle);
-    }
-    // The key comes behind the queries.
-    for (uint h = simdgroup; h <= SHARED_BY; h += ATTEND_SIMDGROUPS) {
-        const bool query = h < SHARED_BY;
-        const device float* from = query ? projected + (kv_head * SHARED_BY + h) * 2 * HEAD_DIM
-                                         : projected + 2 * QUERY_WIDTH + kv_head * HEAD_DIM;
-        const device float* gains = query ? q_gains : k_gains;
-        float squares = 0.0f;
-        for (uint i = lane; i < HEAD_DIM; i += LANES) {
-            squares += from[i] * from[i];
-        }
-        const float factor = norm_factor(squares, HEAD_DIM);
-        for (uint i = lane; i < HEAD_DIM; i += LANES) {
-            heads[h * HEAD_DIM + i] = from[i] * factor * gains[i];
-        }
-    }
+    turn_by(turns, newest, turn, thread_index);
+    norm_heads_and_key(queries, new_keys, q_gains, k_gains, heads, kv_head, simdgroup, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
     const uint stream = simdgroup / SETS;
@@ -148,7 +180,7 @@ kernel void attend(
         }
     }
     for (uint t = first + stream; t < end; t += STREAMS) {
-        const ulong at = (ulong(t) * KV_HEADS + kv_head) * HEAD_DIM + lane * DIMS;
+        const ulong at = (cache_row(pages, t) * KV_HEADS + kv_head) * HEAD_DIM + lane * DIMS;
         KV key[DIMS];
         KV value[DIMS];
         for (uint i = 0; i < DIMS; ++i) {
@@ -158,7 +190,7 @@ kernel void attend(
             } else {
                 const uint dim = lane * DIMS + i;
                 key[i] = KV(rotated(heads + SHARED_BY * HEAD_DIM, turn, dim));
-                value[i] = KV(projected[2 * QUERY_WIDTH + KV_WIDTH + kv_head * HEAD_DIM + dim]);
+                value[i] = KV(new_values[kv_head * HEAD_DIM + dim]);
                 if (held == 0) {
                     keys[at + i] = key[i];
                     values[at + i] = value[i];
@@ -217,36 +249,39 @@ kernel void attend(
     }
 }
 
-/// Merges the parts of a query head and applies the output gate.
+/// Merges the parts of a query head of a token and applies the output gate.
 [[max_total_threads_per_threadgroup(256)]]
 kernel void combine(
-    const device float* projected [[buffer(0)]],
+    const device float* queries [[buffer(0)]],
     const device float* parts [[buffer(1)]],
     const device float* weights [[buffer(2)]],
     const device uint* position [[buffer(3)]],
-    device float* attended [[buffer(4)]],
-    uint head [[threadgroup_position_in_grid]],
+    const device Chunk* chunk [[buffer(4)]],
+    device float* attended [[buffer(5)]],
+    uint2 group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]]
 ) {
-    const uint count = position[0] + 1;
-    const uint length = part_length(count);
+    const uint count = position[0] + chunk->rows;
+    const uint length = part_length(count, chunk->parts);
     const uint used = (count + length - 1) / length;
-    const device float* mine = weights + 2 * head * PARTS;
+    const uint head = group.y * HEADS + group.x;
+    const device float* mine = parts + ulong(head) * chunk->parts * HEAD_DIM;
+    const device float* of_part = weights + 2 * ulong(head) * chunk->parts;
     float highest = LOWEST;
     for (uint p = 0; p < used; ++p) {
-        highest = max(highest, mine[2 * p]);
+        highest = max(highest, of_part[2 * p]);
     }
     float total = 0.0f;
     for (uint p = 0; p < used; ++p) {
-        total += exp(mine[2 * p] - highest) * mine[2 * p + 1];
+        total += exp(of_part[2 * p] - highest) * of_part[2 * p + 1];
     }
     for (uint i = thread_index; i < HEAD_DIM; i += 256) {
         float sum = 0.0f;
         for (uint p = 0; p < used; ++p) {
-            sum += exp(mine[2 * p] - highest) * parts[(head * PARTS + p) * HEAD_DIM + i];
+            sum += exp(of_part[2 * p] - highest) * mine[p * HEAD_DIM + i];
         }
-        const float gate = projected[(2 * head + 1) * HEAD_DIM + i];
-        attended[head * HEAD_DIM + i] = sum / total * sigmoid(gate);
+        const float gate = queries[ulong(2 * head + 1) * HEAD_DIM + i];
+        attended[ulong(head) * HEAD_DIM + i] = sum / total * sigmoid(gate);
     }
 }
 

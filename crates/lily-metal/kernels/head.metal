@@ -1,4 +1,5 @@
-// `lm_head` and `finish`: the final norm, logits, and the largest of them.
+// `lm_head` and `finish`: the final norm, logits, and the largest of them. Where `matmul` has made the logits, `best` finds the
+// largest; where none are wanted, `advance` is all.
 
 constant constexpr uint HEAD_SIMDGROUPS = 8;
 constant constexpr uint HEAD_ROWS = HEAD_SIMDGROUPS * ROWS;
@@ -81,15 +82,54 @@ kernel void lm_head(
     }
 }
 
+/// The first of each HEAD_ROWS logits, a SIMD-group each.
+[[max_total_threads_per_threadgroup(256)]]
+kernel void best(
+    const device float* logits [[buffer(0)]],
+    device float* best_logits [[buffer(1)]],
+    device uint* best_tokens [[buffer(2)]],
+    uint group [[threadgroup_position_in_grid]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]
+) {
+    const uint block = group * HEAD_SIMDGROUPS + simdgroup;
+    if (block >= HEAD_GROUPS) {
+        return;
+    }
+    const uint token = block * HEAD_ROWS + lane;
+    Best mine = {-INFINITY, NONE};
+    if (token < VOCAB) {
+        mine = {isfinite(logits[token]) ? logits[token] : NAN, token};
+    }
+    mine = first_of_lanes(mine);
+    if (lane == 0) {
+        best_logits[block] = mine.logit;
+        best_tokens[block] = mine.token;
+    }
+}
+
+/// Moves on by a step's tokens.
+[[max_total_threads_per_threadgroup(32)]]
+kernel void advance(
+    const device uint* rows [[buffer(0)]],
+    device uint* position [[buffer(1)]],
+    uint thread_index [[thread_index_in_threadgroup]]
+) {
+    if (thread_index == 0) {
+        position[0] += rows[0];
+    }
+}
+
 /// The first of all: the next step's token, unless a logit is not finite; then `broken` is set and the token kept. Moves on
-/// to the next position.
+/// by the step's tokens.
 [[max_total_threads_per_threadgroup(1024)]]
 kernel void finish(
     const device float* best_logits [[buffer(0)]],
     const device uint* best_tokens [[buffer(1)]],
-    device uint* token [[buffer(2)]],
-    device uint* position [[buffer(3)]],
-    device uint* broken [[buffer(4)]],
+    const device uint* rows [[buffer(2)]],
+    device uint* token [[buffer(3)]],
+    device uint* position [[buffer(4)]],
+    device uint* broken [[buffer(5)]],
     threadgroup float* group_logits [[threadgroup(0)]],
     threadgroup uint* group_tokens [[threadgroup(1)]],
     uint thread_index [[thread_index_in_threadgroup]],
@@ -118,7 +158,7 @@ kernel void finish(
             if (finite) {
                 token[0] = best.token;
             }
-            position[0] += 1;
+            position[0] += rows[0];
         }
     }
 }

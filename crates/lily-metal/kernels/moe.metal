@@ -1,4 +1,5 @@
-// The mixture of experts: `router`, `gate_up`, `down`. The shared expert is the last slot.
+// The mixture of experts, token by token: `router`, `gate_up`, `down`. The shared expert is the last slot. For many tokens see
+// `experts.metal`.
 
 constant constexpr uint SLOTS = TOP_K + 1;
 /// Values between gate/up and down, of one slot.
@@ -18,11 +19,13 @@ kernel void router(
     const device bfloat* shared_scales [[buffer(6)]],
     const device bfloat* shared_biases [[buffer(7)]],
     device float* logits [[buffer(8)]],
-    uint group [[threadgroup_position_in_grid]],
+    uint2 group [[threadgroup_position_in_grid]],
     uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]
 ) {
-    const uint row = (group * PRODUCT_SIMDGROUPS + simdgroup) * ROWS;
+    x += group.y * HIDDEN;
+    logits += group.y * (EXPERTS + 1);
+    const uint row = (group.x * PRODUCT_SIMDGROUPS + simdgroup) * ROWS;
     if (row > EXPERTS) {
         return;
     }
@@ -113,11 +116,15 @@ kernel void gate_up(
     device uint* chosen [[buffer(16)]],
     threadgroup uint* expert_of_slot [[threadgroup(0)]],
     threadgroup float* weight_of_slot [[threadgroup(1)]],
-    uint2 group [[threadgroup_position_in_grid]],
+    uint3 group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]
 ) {
+    x += group.z * HIDDEN;
+    logits += group.z * (EXPERTS + 1);
+    middle += group.z * SLOTS * MIDDLE;
+    chosen += group.z * TOP_K;
     const uint slot = group.y;
     const bool shared = slot == TOP_K;
     if (simdgroup == 0 && !shared) {
@@ -178,11 +185,14 @@ kernel void down(
     const device bfloat* shared_scales [[buffer(6)]],
     const device bfloat* shared_biases [[buffer(7)]],
     device float* x [[buffer(8)]],
-    uint group [[threadgroup_position_in_grid]],
+    uint2 group [[threadgroup_position_in_grid]],
     uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]
 ) {
-    const uint row = (group * PRODUCT_SIMDGROUPS + simdgroup) * ROWS;
+    middle += group.y * SLOTS * MIDDLE;
+    chosen += group.y * TOP_K;
+    x += group.y * HIDDEN;
+    const uint row = (group.x * PRODUCT_SIMDGROUPS + simdgroup) * ROWS;
     if (row >= HIDDEN) {
         return;
     }

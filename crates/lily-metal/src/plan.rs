@@ -1,15 +1,25 @@
-//! What a decode step launches, as plain data: a host has only to encode it.
+//! What a step launches, as plain data: a host has only to encode it.
 //!
-//! A step reads a token and a position from device memory, advances the state of one sequence by that token, and leaves the
-//! logits, the token of the largest one as the next step's, and the next position. So the same list serves every step.
+//! A step has a [`Segment`] for each sequence that it advances. It reads tokens and positions from device memory, advances the
+//! states, and leaves the logits that are wanted, the token of the largest one as the sequence's next, and the next position. So
+//! the same list serves every step of the same segments.
+
+use std::ops::Range;
 
 use lily_model::config::{Affine, Config, LayerKind};
 use lily_model::manifest::{Module, ModuleKind, modules};
+pub use lily_model::pool::PAGE;
 
-use crate::launches::Builder;
+use crate::builder::Builder;
 
 /// Parts that the positions of a sequence are divided into for attention, at most; each is 64 positions or more.
 pub const PARTS: usize = 32;
+
+/// Inputs that share a scale and a bias.
+pub const GROUP: usize = 64;
+
+/// Tokens of a step, at most: what 32-bit indices of activations allow, with room.
+pub const MOST_TOKENS: usize = 1 << 16;
 
 /// Threads of a SIMD-group, on every Apple GPU.
 pub const LANES: usize = 32;
@@ -69,18 +79,43 @@ pub enum Contents {
     Vector(String),
     /// [`crate::rope::turns`].
     Turns,
-    /// The token to read, u32; the step leaves the next one.
+    /// Of a segment: the tokens to read, u32; the step leaves the next one in the first word, if logits are wanted.
     Token,
-    /// How many tokens of the sequence came before, u32; the step adds one.
+    /// Of a segment: how many tokens of the sequence came before, u32; the step adds its own.
     Position,
-    /// u32: 1 if a logit of the step is not finite, else 0.
+    /// Of a segment: the pages of its sequence, in order, u32 `[capacity / PAGE]`, rounded up. All layers use the same.
+    Pages,
+    /// Of a segment: u32, 1 if one of the last token's logits is not finite, else 0. Written if logits are wanted.
     Broken,
-    /// f32, `[vocab]`.
+    /// f32, `[rows, vocab]`: those of the first segment, then those of the next one; see [`Want`].
     Logits,
-    /// State of a layer. All zeros at the start of a sequence.
+    /// These words themselves. Nothing writes them, so a host may pass them along with the launch.
+    Numbers(Vec<u32>),
+    /// State of a layer of a segment's sequence. All zeros at the start of a sequence.
     State(usize, State),
-    /// Values on the way from one launch to another; all layers use the same.
+    /// Values on the way from one launch to another; all layers use the same. Nothing is kept in it from step to step, so plans may
+    /// share one, as long as the longest of theirs.
     Scratch(&'static str),
+}
+
+impl Contents {
+    /// Whether these are values of the model.
+    pub fn is_weight(&self) -> bool {
+        matches!(self, Self::Codes(_) | Self::Scales(_) | Self::Biases(_) | Self::Vector(_))
+    }
+
+    /// Name for people.
+    pub fn name(&self) -> String {
+        match self {
+            Self::Codes(module) => format!("codes of {module}"),
+            Self::Scales(module) => format!("scales of {module}"),
+            Self::Biases(module) => format!("biases of {module}"),
+            Self::Vector(module) => module.clone(),
+            Self::Scratch(name) => (*name).to_owned(),
+            Self::State(layer, state) => format!("{state:?} of layer {layer}"),
+            other => format!("{other:?}"),
+        }
+    }
 }
 
 /// State of a layer of one sequence.
@@ -90,9 +125,10 @@ pub enum State {
     Conv,
     /// Gated DeltaNet: f32 `[value_heads, key_dim, value_dim]`.
     Recurrent,
-    /// Attention: normed and rotated keys, `[capacity, kv_heads, head_dim]`.
+    /// Attention: normed and rotated keys, `[pages, PAGE, kv_heads, head_dim]`; the plan counts the pages of one sequence. What is
+    /// behind the last position is not kept.
     Keys,
-    /// Attention: values, `[capacity, kv_heads, head_dim]`.
+    /// Attention: values, as the keys.
     Values,
 }
 
@@ -103,6 +139,8 @@ pub struct Buffer {
     pub contents: Contents,
     /// Its length.
     pub bytes: usize,
+    /// The segment that it belongs to: tokens, position, state. 0 for what all share.
+    pub segment: usize,
 }
 
 /// How a kernel uses a buffer.
@@ -139,6 +177,17 @@ pub struct Binding {
     pub bytes: u64,
     /// What is added for each position that came before.
     pub bytes_per_position: u64,
+    /// Bytes into the buffer at which it is bound.
+    pub offset: usize,
+    /// Bytes from there on that the launch may touch.
+    pub length: usize,
+}
+
+impl Binding {
+    /// Bytes of the buffer that the launch may touch.
+    pub fn range(&self) -> Range<usize> {
+        self.offset..self.offset + self.length
+    }
 }
 
 /// A kernel that a step launches.
@@ -171,7 +220,40 @@ impl Launch {
     }
 }
 
-/// What a decode step launches, in order.
+/// What a step does with one sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Segment {
+    /// How many tokens are fed.
+    pub tokens: usize,
+    /// Most tokens that the sequence has room for.
+    pub capacity: usize,
+    /// Which logits are wanted.
+    pub want: Want,
+}
+
+/// Which of a segment's tokens logits are wanted for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Want {
+    /// None: only the state advances.
+    Nothing,
+    /// The last one.
+    Last,
+    /// All.
+    All,
+}
+
+impl Want {
+    /// Rows of logits of a segment of so many tokens.
+    pub fn rows(self, tokens: usize) -> usize {
+        match self {
+            Self::Nothing => 0,
+            Self::Last => 1,
+            Self::All => tokens,
+        }
+    }
+}
+
+/// What a step launches, in order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
     /// All memory.
@@ -196,13 +278,27 @@ impl Plan {
         self.launches.iter().map(Launch::bytes_per_position).sum()
     }
 
-    /// Index of the buffer with these contents.
+    /// Bytes of recurrent and convolution state that a step moves.
+    pub fn state_bytes(&self) -> u64 {
+        let of_state = |b: &&Binding| {
+            let contents = &self.buffers[b.buffer].contents;
+            matches!(contents, Contents::State(_, State::Conv | State::Recurrent))
+        };
+        self.launches.iter().flat_map(|l| &l.bindings).filter(of_state).map(|b| b.bytes).sum()
+    }
+
+    /// Index of the buffer with these contents; of the first segment, if each has one.
     pub fn buffer(&self, contents: &Contents) -> Option<usize> {
-        self.buffers.iter().position(|b| b.contents == *contents)
+        self.buffer_of(0, contents)
+    }
+
+    /// Index of a segment's buffer with these contents.
+    pub fn buffer_of(&self, segment: usize, contents: &Contents) -> Option<usize> {
+        self.buffers.iter().position(|b| b.segment == segment && b.contents == *contents)
     }
 }
 
-/// The kernels aren't written for this model.
+/// A step can't be planned: for most reasons, because the kernels aren't written for this model.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PlanError {
     /// A shape.
@@ -229,25 +325,61 @@ pub enum PlanError {
         /// Bits of its codes.
         expected: usize,
     },
+    /// Segments that make no step.
+    #[error("a step can't be planned: {0}")]
+    Step(String),
 }
 
-/// Plans a decode step of one sequence of at most `capacity` tokens: at position `capacity` the step must not run, and a token must be
-/// in the vocabulary; the kernels check neither.
+/// Plans a decode step of one sequence of at most `capacity` tokens: see [`plan_step`].
 pub fn plan(config: &Config, capacity: usize, kv: KvType) -> Result<Plan, PlanError> {
+    plan_step(config, kv, &[Segment { tokens: 1, capacity, want: Want::Last }])
+}
+
+/// Plans a step: one token of a sequence or of several, a draft, a chunk of a prompt, or all of it at once. A sequence must have room
+/// for its tokens, and a token must be in the vocabulary; the kernels check neither.
+pub fn plan_step(config: &Config, kv: KvType, segments: &[Segment]) -> Result<Plan, PlanError> {
     check_shapes(config)?;
+    check_segments(segments)?;
     let modules = modules(config);
     modules.iter().try_for_each(|module| check_form(config, module))?;
-    let mut builder = Builder::new(config, modules, capacity, kv);
-    builder.embed();
+    let one = matches!(segments, [Segment { tokens: 1, want: Want::Last | Want::All, .. }]);
+    let mut builder = Builder::new(config, modules, segments, kv);
+    (0..segments.len()).for_each(|segment| builder.embed(segment));
     for (layer, kind) in config.layers.iter().enumerate() {
-        match kind {
-            LayerKind::Gdn => builder.gdn(layer),
-            LayerKind::Attention => builder.attention(layer),
+        match (kind, one) {
+            (LayerKind::Gdn, true) => builder.gdn(layer),
+            (LayerKind::Gdn, false) => builder.gdn_rows(layer),
+            (LayerKind::Attention, true) => builder.attention(layer),
+            (LayerKind::Attention, false) => builder.attention_rows(layer),
         }
-        builder.moe(layer);
+        if one { builder.moe(layer) } else { builder.moe_rows(layer) }
     }
-    builder.head();
+    if one {
+        builder.head()
+    } else {
+        builder.head_rows()
+    }
     Ok(builder.finish())
+}
+
+/// Refuses segments that make no step.
+fn check_segments(segments: &[Segment]) -> Result<(), PlanError> {
+    let problem = |text: String| Err(PlanError::Step(text));
+    if segments.is_empty() {
+        return problem("it has no segments, expected at least one".to_owned());
+    }
+    for (i, &Segment { tokens, capacity, .. }) in segments.iter().enumerate() {
+        if tokens == 0 || tokens > capacity {
+            return problem(format!(
+                "segment {i} has {tokens} tokens, expected 1 to its capacity of {capacity}"
+            ));
+        }
+    }
+    let tokens: usize = segments.iter().map(|s| s.tokens).sum();
+    if tokens > MOST_TOKENS {
+        return problem(format!("it has {tokens} tokens, expected at most {MOST_TOKENS}"));
+    }
+    Ok(())
 }
 
 /// Refuses shapes that the kernels aren't written for.
@@ -301,7 +433,7 @@ fn check_form(config: &Config, module: &Module) -> Result<(), PlanError> {
     let router = module.name.ends_with(".mlp.gate") || module.name.ends_with(".shared_expert_gate");
     let expected = if router { 8 } else { 4 };
     match module.affine(config) {
-        Some(Affine { bits, group_size: 64 }) if bits == expected => Ok(()),
+        Some(Affine { bits, group_size: GROUP }) if bits == expected => Ok(()),
         other => {
             let found = match other {
                 Some(Affine { bits, group_size }) => format!("{bits} bits in groups of {group_size}"),
@@ -313,129 +445,4 @@ fn check_form(config: &Config, module: &Module) -> Result<(), PlanError> {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::collections::HashSet;
-
-    use lily_model::footprint::Footprint;
-    use lily_model::presets::CONFIG_35B_A3B;
-
-    use super::*;
-
-    fn real() -> (Config, Plan) {
-        let config = Config::from_json(CONFIG_35B_A3B).unwrap();
-        let plan = plan(&config, 4096, KvType::Bf16).unwrap();
-        (config, plan)
-    }
-
-    #[test]
-    fn a_token_of_the_real_model_takes_at_most_270_kernels_and_stages() {
-        let (_, plan) = real();
-        assert_eq!((plan.launches.len(), plan.stages()), (253, 253));
-    }
-
-    #[test]
-    fn a_token_moves_little_more_than_it_must() {
-        let (config, plan) = real();
-        let f = Footprint::new(&config);
-        let least = f.read_per_token() + 2 * 4 * (f.recurrent_values + f.conv_values);
-        let ratio = plan.bytes() as f64 / least as f64;
-        println!("{} bytes, {ratio:.4} times what must be", plan.bytes());
-        assert!((1.0..1.05).contains(&ratio), "{ratio}");
-        assert_eq!(plan.bytes_per_position(), 2 * f.kv_values_per_token);
-    }
-
-    /// What a launch touches conflicts with another's if one of them writes it.
-    fn conflict(a: &Launch, b: &Launch) -> bool {
-        let of = |l: &Launch, f: fn(Access) -> bool| -> HashSet<usize> {
-            l.bindings.iter().filter(|b| f(b.access)).map(|b| b.buffer).collect()
-        };
-        let any: fn(Access) -> bool = |_| true;
-        !of(a, Access::writes).is_disjoint(&of(b, any)) || !of(a, any).is_disjoint(&of(b, Access::writes))
-    }
-
-    #[test]
-    fn stages_follow_from_reads_and_writes() {
-        let (_, plan) = real();
-        for (i, launch) in plan.launches.iter().enumerate() {
-            let before = plan.launches[..i].iter().filter(|other| conflict(other, launch));
-            let needed = before.map(|other| other.stage + 1).max().unwrap_or(1);
-            assert_eq!(launch.stage, needed, "launch {i}, {}", launch.kernel);
-        }
-    }
-
-    #[test]
-    fn everything_that_is_read_was_written_or_is_there_from_the_start() {
-        let (_, plan) = real();
-        let mut written = HashSet::new();
-        for launch in &plan.launches {
-            for b in launch.bindings.iter().filter(|b| b.access.reads()) {
-                let contents = &plan.buffers[b.buffer].contents;
-                let must = matches!(contents, Contents::Scratch(_) | Contents::Logits | Contents::Broken);
-                assert!(!must || written.contains(&b.buffer), "{} reads {contents:?}", launch.kernel);
-            }
-            written.extend(launch.bindings.iter().filter(|b| b.access.writes()).map(|b| b.buffer));
-        }
-        let weights = |c: &Contents| {
-            matches!(c, Contents::Codes(_) | Contents::Scales(_) | Contents::Biases(_) | Contents::Vector(_))
-        };
-        assert!(written.iter().all(|&b| !weights(&plan.buffers[b].contents)), "weights are written");
-    }
-
-    #[test]
-    fn launches_keep_to_the_limits_of_the_device() {
-        let (_, plan) = real();
-        for l in &plan.launches {
-            assert!(l.threads.is_multiple_of(LANES) && l.threads <= MOST_THREADS, "{}", l.kernel);
-            assert!(l.threadgroup_memory.iter().sum::<usize>() <= THREADGROUP_MEMORY, "{}", l.kernel);
-            let aligned = |n: &usize| n.is_multiple_of(THREADGROUP_MEMORY_ALIGNMENT);
-            assert!(l.threadgroup_memory.iter().all(aligned), "{}", l.kernel);
-            assert!(l.bindings.len() <= MOST_BUFFERS, "{}", l.kernel);
-            let buffers: HashSet<_> = l.bindings.iter().map(|b| b.buffer).collect();
-            assert_eq!(buffers.len(), l.bindings.len(), "{} has a buffer twice", l.kernel);
-        }
-    }
-
-    #[test]
-    fn every_weight_is_used() {
-        let (config, plan) = real();
-        for module in modules(&config) {
-            let name = module.name.clone();
-            let found =
-                [Contents::Codes(name.clone()), Contents::Vector(name)].map(|c| plan.buffer(&c).is_some());
-            assert!(found.contains(&true), "{}", module.name);
-        }
-        // Codes, scales and biases as in the file; vectors as f32 instead of bf16.
-        let vectors = plan.buffers.iter().filter(|b| matches!(b.contents, Contents::Vector(_)));
-        let vectors: usize = vectors.map(|b| b.bytes).sum();
-        let matrices = plan
-            .buffers
-            .iter()
-            .filter(|b| matches!(b.contents, Contents::Codes(_) | Contents::Scales(_) | Contents::Biases(_)));
-        let matrices: usize = matrices.map(|b| b.bytes).sum();
-        assert_eq!((matrices + vectors / 2) as u64, Footprint::new(&config).stored());
-    }
-
-    #[test]
-    fn models_that_the_kernels_are_not_written_for_are_refused() {
-        let refused = |change: fn(&mut Config)| {
-            let mut config = Config::from_json(CONFIG_35B_A3B).unwrap();
-            change(&mut config);
-            plan(&config, 64, KvType::Bf16).unwrap_err().to_string()
-        };
-        let e = refused(|c| c.attention.head_dim = 80);
-        assert!(
-            e.contains("head_dim is 80, expected a multiple of 32, at most 256; use --device cpu"),
-            "{e}"
-        );
-        let e = refused(|c| c.attention.kv_heads = 3);
-        assert!(e.contains("query heads per K/V head is 5, expected at most 4, or 8 or 16"), "{e}");
-        let e = refused(|c| c.quantization = None);
-        assert!(e.contains("is not quantised, expected "), "{e}");
-        let e = refused(|c| {
-            if let Some(q) = &mut c.quantization {
-                q.overrides.clear();
-            }
-        });
-        assert!(e.contains("is 4 bits in groups of 64, expected 8 bits in groups of 64"), "{e}");
-    }
-}
+mod tests;

@@ -4,15 +4,18 @@ use std::fmt::Write;
 
 use lily_model::config::Config;
 
-use crate::plan::{KvType, PARTS};
+use crate::plan::{KvType, PAGE, PARTS};
 
 /// The files of `kernels/`, in the order in which they make one library.
-const FILES: [&str; 6] = [
+const FILES: [&str; 9] = [
     include_str!("../kernels/common.metal"),
     include_str!("../kernels/embed.metal"),
+    include_str!("../kernels/matmul.metal"),
     include_str!("../kernels/gdn.metal"),
     include_str!("../kernels/attention.metal"),
+    include_str!("../kernels/attend_rows.metal"),
     include_str!("../kernels/moe.metal"),
+    include_str!("../kernels/experts.metal"),
     include_str!("../kernels/head.metal"),
 ];
 
@@ -33,6 +36,7 @@ pub fn source(config: &Config, kv: KvType) -> String {
         ("HEAD_DIM", a.head_dim),
         ("ROTARY_DIM", a.rotary_dim),
         ("PARTS", PARTS),
+        ("PAGE", PAGE),
         ("EXPERTS", m.experts),
         ("TOP_K", m.experts_per_token),
         ("EXPERT_WIDTH", m.expert_width),

@@ -194,7 +194,7 @@ kernel void k(
 ";
 
 /// What is put where, and a part of the reason why it is refused.
-const WRONG: [(&str, &str, &str); 56] = [
+const WRONG: [(&str, &str, &str); 60] = [
     // Address spaces.
     ("// BODY", "out[i] = first(factors);", "address space"),
     ("// BODY", "out[i] = first(shared);", "address space"),
@@ -223,6 +223,11 @@ const WRONG: [(&str, &str, &str); 56] = [
     ("// BODY", "const ulong n = i; const uint m = n; out[m] = 0.0f;", "shorten-64-to-32"),
     ("// BODY", "const ushort n = i;", "int-conversion"),
     ("// BODY", "const int n = i;", "sign-conversion"),
+    // Matrices.
+    ("// BODY", "simdgroup_matrix<float, 8, 4> m;", "there are no others"),
+    ("// BODY", "simdgroup_float8x8 m; simdgroup_load(m, mine, 8);", "no matching function"),
+    ("// BODY", "simdgroup_float8x8 m; simdgroup_load(m, rounded, 8);", "no matching function"),
+    ("// BODY", "simdgroup_float8x8 m; simdgroup_store(m, x, 8);", "no matching function"),
     // C++ that Metal lacks.
     ("// BODY", "thread float* more = new float[2];", "poisoned"),
     ("// BODY", "goto end; end: out[i] = 0.0f;", "poisoned"),

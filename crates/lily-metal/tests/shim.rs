@@ -4,9 +4,10 @@
 
 mod common;
 
+use std::slice::from_mut;
 use std::sync::OnceLock;
 
-use common::{Guard, Kernels, Memory, ORDERS, Order};
+use common::{Guard, Kernels, Memory, ORDERS, Order, Shape};
 
 /// Kernels of 64 threads with one buffer of 64 numbers and as many in threadgroup memory.
 const SOURCE: &str = include_str!("shim/wrong.metal");
@@ -19,7 +20,8 @@ fn kernels() -> &'static Kernels {
 fn launch(kernel: &str, out: &mut Memory, order: Order) -> Result<(), String> {
     let signature = kernels().signatures.iter().find(|s| s.name == kernel).unwrap();
     let memory = vec![256; signature.threadgroup_memory()];
-    kernels().launch(kernel, [1, 1, 1], 64, &memory, &mut [out], order)
+    let shape = Shape { kernel, grid: [1, 1, 1], threads: 64, memory: &memory };
+    kernels().launch(shape, from_mut(out), &[(0, 0)], order)
 }
 
 /// What a kernel leaves in each order.
@@ -56,6 +58,25 @@ fn a_missing_barrier_shows() {
 }
 
 #[test]
+fn a_simdgroup_that_runs_ahead_shows() {
+    let expected: Vec<u32> = vec![(3 * 32 * 32) as f32; 64].into_iter().map(f32::to_bits).collect();
+    assert!(results("runs_ahead").iter().any(|r| *r != expected));
+}
+
+#[test]
+fn matrices_are_multiplied() {
+    let a: Vec<f32> = (0..64).map(|i| (i * i % 23) as f32 - 9.0).collect();
+    let dot = |r: usize, c: usize| (0..8).map(|k| a[8 * r + k] * a[8 * c + k]).sum::<f32>();
+    let expected: Vec<f32> = (0..64).map(|i| dot(i / 8, i % 8) + 1.0).collect();
+    for order in ORDERS {
+        let mut out = kernels().allocate(256, Guard::End);
+        out.put_floats(&a);
+        launch("product", &mut out, order).unwrap();
+        assert_eq!(out.floats(), expected);
+    }
+}
+
+#[test]
 fn threadgroup_memory_is_nan_until_it_is_written() {
     for result in results("not_written") {
         let nan: Vec<usize> = (0..64).filter(|&i| f32::from_bits(result[i]).is_nan()).collect();
@@ -67,6 +88,7 @@ fn threadgroup_memory_is_nan_until_it_is_written() {
 fn threads_that_miss_a_barrier_are_found() {
     refused("missed_barrier", Guard::End, "wait for others that don't come");
     refused("missed_sum", Guard::End, "wait for others that don't come");
+    refused("missed_product", Guard::End, "wait for others that don't come");
     refused("mixed_functions", Guard::End, "different functions");
 }
 
@@ -82,7 +104,8 @@ fn accesses_outside_of_memory_are_found() {
 fn what_no_device_could_launch_is_refused() {
     let mut out = kernels().allocate(256, Guard::End);
     let mut run = |kernel: &str, threads, memory: &[usize]| {
-        kernels().launch(kernel, [1, 1, 1], threads, memory, &mut [&mut out], Order::Forward).unwrap_err()
+        let shape = Shape { kernel, grid: [1, 1, 1], threads, memory };
+        kernels().launch(shape, from_mut(&mut out), &[(0, 0)], Order::Forward).unwrap_err()
     };
     assert!(run("right", 63, &[256]).contains("a multiple of 32"));
     assert!(run("right", 64, &[32 * 1024, 16]).contains("more than 32768"));
@@ -93,7 +116,8 @@ fn what_no_device_could_launch_is_refused() {
             .contains("1 buffers and 0 lengths of threadgroup memory, its signature has 1 and 1")
     );
     assert!(run("nothing", 64, &[256]).contains("no such kernel"));
-    let error = kernels().launch("right", [1, 1, 1], 64, &[256], &mut [], Order::Forward).unwrap_err();
+    let shape = Shape { kernel: "right", grid: [1, 1, 1], threads: 64, memory: &[256] };
+    let error = kernels().launch(shape, &mut [], &[], Order::Forward).unwrap_err();
     assert!(error.contains("0 buffers and 1 lengths"), "{error}");
 }
 

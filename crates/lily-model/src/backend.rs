@@ -108,6 +108,9 @@ pub enum SegmentError {
         /// The first position in the sequence at which it shows.
         position: u32,
     },
+    /// The device gave up the step that the segment was in. Other sequences' state is as it was.
+    #[error("the device failed: {0}")]
+    Device(String),
 }
 
 /// A fault of a call. The backend's state is as it was before the call.

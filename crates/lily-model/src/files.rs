@@ -80,7 +80,8 @@ impl ModelFiles {
     }
 }
 
-fn map(path: &Path) -> Result<Bytes, FileError> {
+/// Maps a file.
+pub fn map(path: &Path) -> Result<Bytes, FileError> {
     let name = || path.display().to_string();
     let file = File::open(path).map_err(|source| match source.kind() {
         io::ErrorKind::NotFound => FileError::Missing(name()),
@@ -93,21 +94,61 @@ fn map(path: &Path) -> Result<Bytes, FileError> {
     // SAFETY: the mapping is read-only and private to this process. Another process that truncates a model
     // file in use can end this one with SIGBUS; the README says not to.
     let mapping = unsafe { Mmap::map(&file) }.map_err(|source| FileError::Io { file: name(), source })?;
-    Ok(Bytes::new(mapping))
+    let file = MappedFile { mapping, path: path.to_owned() };
+    Ok(Bytes { range: 0..file.mapping.len(), owner: Owner::Mapped(Arc::new(file)) })
 }
 
 /// A shared, immutable range of bytes: of a mapped file, of the program itself, or of memory. Clones share.
 #[derive(Clone)]
 pub struct Bytes {
-    owner: Arc<dyn AsRef<[u8]> + Send + Sync>,
+    owner: Owner,
     range: Range<usize>,
+}
+
+/// What the bytes are part of.
+#[derive(Clone)]
+enum Owner {
+    Mapped(Arc<MappedFile>),
+    Other(Arc<dyn AsRef<[u8]> + Send + Sync>),
+}
+
+struct MappedFile {
+    mapping: Mmap,
+    path: PathBuf,
+}
+
+/// A mapped file that bytes are part of. It begins at a page of memory, and what is left of its last page can be read.
+#[derive(Clone, Debug)]
+pub struct Mapping<'a> {
+    /// All of it.
+    pub file: Bytes,
+    /// Where it is.
+    pub path: &'a Path,
+    /// Where in it the bytes begin.
+    pub offset: usize,
+}
+
+impl Owner {
+    fn bytes(&self) -> &[u8] {
+        match self {
+            Self::Mapped(file) => &file.mapping,
+            Self::Other(owner) => (**owner).as_ref(),
+        }
+    }
 }
 
 impl Bytes {
     /// All bytes of an owner.
     pub fn new(owner: impl AsRef<[u8]> + Send + Sync + 'static) -> Self {
         let range = 0..owner.as_ref().len();
-        Self { owner: Arc::new(owner), range }
+        Self { owner: Owner::Other(Arc::new(owner)), range }
+    }
+
+    /// The file that these are mapped from; `None` if they are no part of one.
+    pub fn mapping(&self) -> Option<Mapping<'_>> {
+        let Owner::Mapped(mapped) = &self.owner else { return None };
+        let file = Self { range: 0..mapped.mapping.len(), owner: self.owner.clone() };
+        Some(Mapping { file, path: &mapped.path, offset: self.range.start })
     }
 
     /// A part. Panics if the range lies outside, as slicing does.
@@ -125,7 +166,7 @@ impl Bytes {
 impl Deref for Bytes {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
-        &(*self.owner).as_ref()[self.range.clone()]
+        &self.owner.bytes()[self.range.clone()]
     }
 }
 

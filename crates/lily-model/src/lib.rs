@@ -6,7 +6,8 @@
 //! * [`tokenizer`], [`template`]: text to ids and back, and the chat form.
 //! * [`load`] opens all of it at once, with the sampling defaults of [`generation`].
 //! * [`footprint`] counts bytes, [`synth`] writes random checkpoints.
-//! * [`backend`] is the contract between the engine and a device, [`sample`] how a token is drawn.
+//! * [`backend`] is the contract between the engine and a device, [`sample`] how a token is drawn,
+//!   [`pool`] who has which part of a device's memory.
 
 pub mod backend;
 pub mod checkpoint;
@@ -18,6 +19,7 @@ pub mod generation;
 pub mod load;
 pub mod manifest;
 pub mod matrix;
+pub mod pool;
 pub mod presets;
 pub mod sample;
 pub mod synth;

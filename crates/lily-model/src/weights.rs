@@ -188,6 +188,17 @@ impl Weights {
         loader.finish()?;
         Ok(assemble(Parts(parts), config))
     }
+
+    /// A number that tells models apart: their shapes, all gains of their norms, and what else `form` says of a backend's state.
+    pub fn fingerprint(&self, config: &Config, form: &str) -> u32 {
+        let mut crc = crc32fast::Hasher::new();
+        crc.update(format!("{config:?}{form}").as_bytes());
+        let gains = |l: &'_ Layer| [l.input_norm.clone(), l.post_attention_norm.clone()].concat();
+        for x in self.layers.iter().flat_map(gains).chain(self.norm.clone()) {
+            crc.update(&x.to_le_bytes());
+        }
+        crc.finalize()
+    }
 }
 
 /// A module, found and checked but not read.

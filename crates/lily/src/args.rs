@@ -28,12 +28,20 @@ pub struct Global {
     /// Threads to compute with. Default: one per core
     #[arg(short, long, global = true, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     pub threads: Option<u16>,
-    /// Where to compute: auto (so far the CPU), cpu, cuda or cuda:N; metal, for inspect only so far
+    /// Where to compute: auto (on a Mac its GPU if that can run the model, else the CPU), cpu, cuda or cuda:N, metal
     #[arg(long, global = true, default_value = "auto", value_name = "DEVICE")]
     pub device: DeviceChoice,
     /// On the CPU: compute with f32 activations and an f32 K/V cache instead of int8 and bf16. Slower, for verification
     #[arg(long, global = true)]
     pub cpu_exact: bool,
+    /// On a Mac's GPU: let the system page weights out between requests, instead of keeping them resident. For machines
+    /// that can't bear it
+    #[arg(long, global = true)]
+    pub metal_no_residency: bool,
+    /// On a Mac's GPU: copy weights that lie at odd places in their files to memory at every start, instead of keeping an
+    /// aligned copy beside the files
+    #[arg(long, global = true)]
+    pub metal_no_aligned_copies: bool,
     /// Say more on standard error; twice for even more. LILY_LOG takes filters like `lily_engine=debug`
     #[arg(short, long, global = true, action = clap::ArgAction::Count)]
     pub verbose: u8,
@@ -67,13 +75,13 @@ impl Global {
 /// A device to compute on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeviceChoice {
-    /// The best one there is; so far that is the CPU.
+    /// The GPU of a Mac, if it can run the model; else the processor.
     Auto,
     /// The processor.
     Cpu,
     /// An NVIDIA GPU, by its number.
     Cuda(usize),
-    /// The GPU of a Mac; there is a plan for it, but no backend yet.
+    /// The GPU of a Mac.
     Metal,
 }
 
@@ -111,6 +119,18 @@ pub enum Command {
     Eval(Eval),
     /// Measure speed: tokens a second while reading a prompt and while writing
     Bench(Bench),
+    /// Show what Lily finds on this machine: devices, their memory, versions
+    Doctor(Doctor),
+}
+
+#[derive(Debug, clap::Args)]
+pub struct Doctor {
+    /// On a Mac: compile every Metal kernel, run each on the GPU against the CPU, with the weights of the model, and print a table
+    #[arg(long)]
+    pub metal_selftest: bool,
+    /// Write the Metal kernels for the model to a file, so that another compiler can look at them
+    #[arg(long, value_name = "FILE")]
+    pub metal_source: Option<PathBuf>,
 }
 
 #[derive(Debug, clap::Args)]
@@ -346,10 +366,10 @@ pub struct Bench {
     /// Measured runs, after one that warms up
     #[arg(long, default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub repeat: u32,
-    /// Measure a model of random weights that are made in the GPU's memory, instead of --model
+    /// Measure a model of random weights that are made in the memory of an NVIDIA GPU, instead of --model
     #[arg(long, value_name = "PRESET", conflicts_with = "text")]
     pub synth: Option<Preset>,
-    /// On a GPU: measure each kernel of a decode step too
+    /// On an NVIDIA GPU: measure each kernel of a decode step too
     #[arg(long)]
     pub profile: bool,
     /// Measure the machine alone, without a model: memory bandwidth and int8 multiply-adds, from one thread up to all

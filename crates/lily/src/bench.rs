@@ -81,16 +81,16 @@ struct Report<'a> {
     machine: &'a Machine,
 }
 
-/// A backend of one of the two kinds.
+/// A backend, of a kind that can be profiled or not.
 enum Opened {
-    Cpu(Box<dyn Backend>),
+    Other(Box<dyn Backend>),
     Cuda(Box<CudaBackend>),
 }
 
 impl Opened {
     fn backend(&mut self) -> &mut dyn Backend {
         match self {
-            Self::Cpu(backend) => &mut **backend,
+            Self::Other(backend) => &mut **backend,
             Self::Cuda(backend) => &mut **backend,
         }
     }
@@ -107,7 +107,7 @@ pub fn bench(args: &Bench, global: &Global) -> Result<()> {
     };
     if gpu.is_none() && (args.profile || args.synth.is_some()) {
         let option = if args.profile { "--profile" } else { "--synth" };
-        bail!(UsageError(format!("{option} is for GPUs: add --device cuda")));
+        bail!(UsageError(format!("{option} is for NVIDIA GPUs: add --device cuda")));
     }
     let Subject { name, config, prompts, weights } = Subject::load(args, global)?;
     let sequences = args.batch.iter().max().copied().unwrap_or(1);
@@ -198,10 +198,22 @@ fn open(
     size: Size,
 ) -> Result<(Opened, Machine)> {
     let Some(device) = gpu else {
+        let weights = weights.context("there are no weights")?;
+        #[cfg(target_vendor = "apple")]
+        if matches!(global.device, DeviceChoice::Metal | DeviceChoice::Auto) && !global.cpu_exact {
+            match device::metal::backend(global, config, &weights, &size) {
+                Ok(mut backend) => {
+                    let machine = Machine::Gpu { copy_bytes_per_s: backend.copy_bandwidth()? };
+                    return Ok((Opened::Other(Box::new(backend)), machine));
+                }
+                Err(error) if global.device == DeviceChoice::Metal => return Err(error),
+                // The CPU is taken below, with a word of why.
+                Err(_) => {}
+            }
+        }
         // Before the backend has threads of its own that may still be awake.
         let machine = Machine::probe(probe::threads(global))?;
-        let weights = weights.context("there are no weights")?;
-        return Ok((Opened::Cpu(device::open(global, config, &weights, size)?), machine));
+        return Ok((Opened::Other(device::open(global, config, &weights, size)?), machine));
     };
     let options = device::cuda_options(device, &size);
     let backend = match weights {

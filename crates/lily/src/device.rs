@@ -3,14 +3,14 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 use lily_cpu::CpuBackend;
 use lily_cuda::CudaBackend;
 use lily_model::backend::Backend;
 use lily_model::config::Config;
 use lily_model::weights::Weights;
 
-use crate::args::{DeviceChoice, Global, UsageError};
+use crate::args::{DeviceChoice, Global};
 
 /// What a backend must hold at once.
 pub struct Size {
@@ -32,15 +32,83 @@ pub fn open(
     size: Size,
 ) -> Result<Box<dyn Backend>> {
     Ok(match global.device {
-        DeviceChoice::Auto | DeviceChoice::Cpu => Box::new(cpu(global, config, weights, size)?),
+        DeviceChoice::Auto => auto(global, config, weights, size)?,
+        DeviceChoice::Cpu => Box::new(cpu(global, config, weights, size)?),
         DeviceChoice::Cuda(device) => {
             Box::new(CudaBackend::new(config.clone(), weights, &cuda_options(device, &size))?)
         }
-        DeviceChoice::Metal => {
-            let problem = "--device metal is for `lily inspect` only: no backend runs on Apple GPUs yet, use --device cpu";
-            bail!(UsageError(problem.to_owned()));
-        }
+        DeviceChoice::Metal => metal::open(global, config, weights, &size)?,
     })
+}
+
+/// The GPU of a Mac, if there is one and it can run the model; else the processor.
+fn auto(global: &Global, config: &Config, weights: &Arc<Weights>, size: Size) -> Result<Box<dyn Backend>> {
+    if cfg!(target_vendor = "apple") && !global.cpu_exact {
+        match metal::open(global, config, weights, &size) {
+            Ok(backend) => return Ok(backend),
+            Err(error) => tracing::warn!("the CPU is used instead of the GPU: {error:#}"),
+        }
+    }
+    Ok(Box::new(cpu(global, config, weights, size)?))
+}
+
+/// The GPU of a Mac.
+#[cfg(target_vendor = "apple")]
+pub mod metal {
+    use lily_metal::metal::MetalDevice;
+    use lily_metal::{KvType, MetalBackend};
+
+    use super::*;
+
+    /// Opens the device alone.
+    pub fn device() -> Result<MetalDevice> {
+        Ok(MetalDevice::open(kernel_cache("metal"))?)
+    }
+
+    /// Opens the device with a model.
+    pub fn open(
+        global: &Global,
+        config: &Config,
+        weights: &Arc<Weights>,
+        size: &Size,
+    ) -> Result<Box<dyn Backend>> {
+        Ok(Box::new(backend(global, config, weights, size)?))
+    }
+
+    /// As [`open`], of its own type.
+    pub fn backend(
+        global: &Global,
+        config: &Config,
+        weights: &Weights,
+        size: &Size,
+    ) -> Result<MetalBackend<MetalDevice>> {
+        let options = lily_metal::Options {
+            context: size.context,
+            max_sequences: size.sequences,
+            snapshot_bytes: size.snapshot_bytes,
+            max_batch_tokens: size.batch_tokens,
+            kv: KvType::Bf16,
+            residency: !global.metal_no_residency,
+            aligned_copies: !global.metal_no_aligned_copies,
+        };
+        Ok(MetalBackend::new(device()?, config.clone(), weights, &options)?)
+    }
+}
+
+/// There is none here.
+#[cfg(not(target_vendor = "apple"))]
+pub mod metal {
+    use anyhow::bail;
+
+    use super::*;
+    use crate::args::UsageError;
+
+    /// Says so.
+    pub fn open(_: &Global, _: &Config, _: &Arc<Weights>, _: &Size) -> Result<Box<dyn Backend>> {
+        let problem =
+            "--device metal is for Macs: this program was built for another system, use --device cpu or cuda";
+        bail!(UsageError(problem.to_owned()));
+    }
 }
 
 /// The processor.
@@ -65,14 +133,15 @@ pub fn cuda_options(device: usize, size: &Size) -> lily_cuda::Options {
         max_sequences: size.sequences,
         snapshot_bytes: size.snapshot_bytes,
         max_batch_tokens: size.batch_tokens,
-        cache: kernel_cache(),
+        cache: kernel_cache("cuda"),
         ..lily_cuda::Options::default()
     }
 }
 
-/// Where compiled kernels are kept; nowhere if the system names no folder for such things.
-fn kernel_cache() -> Option<PathBuf> {
+/// Where compiled kernels for a kind of device are kept; nowhere if the system names no folder for such things.
+fn kernel_cache(kind: &str) -> Option<PathBuf> {
     let folder = |name: &str| std::env::var_os(name).filter(|path| !path.is_empty()).map(PathBuf::from);
-    let caches = folder("XDG_CACHE_HOME").or_else(|| folder("HOME").map(|home| home.join(".cache")));
-    caches.map(|caches| caches.join("lily/cuda"))
+    let below_home = if cfg!(target_vendor = "apple") { "Library/Caches" } else { ".cache" };
+    let caches = folder("XDG_CACHE_HOME").or_else(|| folder("HOME").map(|home| home.join(below_home)));
+    caches.map(|caches| caches.join("lily").join(kind))
 }

@@ -5,10 +5,12 @@ use std::io::{self, Write};
 use anyhow::Result;
 use lily_cuda::device::{Launch, decode_launches, stages, traffic};
 use lily_cuda::driver::{Context, DriverError};
-use lily_metal::plan::{Contents, KvType, Plan, State as MetalState};
+use lily_metal::plan::{KvType, Plan};
+use lily_metal::state::Layout;
 use lily_model::config::{Config, LayerKind};
 use lily_model::footprint::Footprint;
 use lily_model::manifest::{ModuleKind, modules};
+use lily_model::pool::PAGE;
 use serde::Serialize;
 use serde_json::{Value, json};
 
@@ -41,6 +43,9 @@ struct Step {
     /// What people are told of that.
     #[serde(skip)]
     remark: &'static str,
+    /// A GPU, and the bytes a second that its makers promise.
+    #[serde(skip)]
+    bandwidth: (&'static str, f64),
     kernels_per_token: usize,
     /// Stages that wait for each other; a kernel has one or more.
     stages_per_token: u32,
@@ -111,8 +116,9 @@ pub fn inspect(args: &Inspect, global: &Global) -> Result<()> {
             report.step = Some(step(config, index, report.context)?);
         }
         DeviceChoice::Metal => {
-            let plan = lily_metal::plan(&config, report.context as usize, KvType::Bf16)?;
-            report.state.push(metal_state(&plan, report.context, &report.weights));
+            let length = (report.context as usize).next_multiple_of(PAGE);
+            let plan = lily_metal::plan(&config, length, KvType::Bf16)?;
+            report.state.push(metal_state(&plan, length, report.context, &report.weights));
             report.step = Some(metal_step(&plan, report.context));
         }
     }
@@ -151,11 +157,11 @@ fn report(model: String, config: &Config, context: u32) -> Report {
 /// State of a sequence on a GPU.
 fn gpu_state(config: &Config, context: u32, weights: &Weights) -> State {
     let sizes = lily_cuda::state::Sizes::new(config, context as usize);
-    let kv = (sizes.page / lily_cuda::state::PAGE) as u64;
-    let at_context = sizes.sequence(context as usize);
+    let kv = (sizes.page / PAGE) as u64;
+    let at_context = sizes.parts().sequence(context as usize);
     // Of the two copies of the convolution's state one is read and the other written; tokens aren't touched.
     let moved = (2 * sizes.recurrent + sizes.conv) as u64;
-    state("cuda: bf16 K/V", sizes.slot() as u64, moved, kv, at_context, context, weights)
+    state("cuda: bf16 K/V", sizes.parts().slot as u64, moved, kv, at_context, context, weights)
 }
 
 /// The decode step on a GPU of this machine, or on the one that the kernels are tuned for.
@@ -181,6 +187,7 @@ fn step(config: Config, index: usize, context: u32) -> Result<Step> {
         gpu: gpu.description(),
         gpu_is_here,
         remark: if gpu_is_here { "" } else { ", though none is here" },
+        bandwidth: ("H200", 4.8e12),
         kernels_per_token: launches.len(),
         stages_per_token: stages(&launches),
         bytes_per_token: moved.bytes,
@@ -189,20 +196,13 @@ fn step(config: Config, index: usize, context: u32) -> Result<Step> {
     })
 }
 
-/// State of a sequence on an Apple GPU, by the plan of its decode step.
-fn metal_state(plan: &Plan, context: u32, weights: &Weights) -> State {
-    let of = |buffer: usize| match plan.buffers[buffer].contents {
-        Contents::State(_, state) => Some(state),
-        _ => None,
-    };
-    let fixed = |b: usize| matches!(of(b), Some(MetalState::Conv | MetalState::Recurrent));
-    let bytes = |which: &dyn Fn(usize) -> bool| -> u64 {
-        (0..plan.buffers.len()).filter(|&b| which(b)).map(|b| plan.buffers[b].bytes as u64).sum()
-    };
-    let (held, cache) = (bytes(&fixed), bytes(&|b| of(b).is_some() && !fixed(b)));
-    let bindings = plan.launches.iter().flat_map(|l| &l.bindings);
-    let moved = bindings.filter(|b| fixed(b.buffer)).map(|b| b.bytes).sum();
-    state("metal: bf16 K/V", held, moved, cache / u64::from(context), held + cache, context, weights)
+/// State of a sequence on an Apple GPU, by the plan of its decode step for `length` tokens.
+fn metal_state(plan: &Plan, length: usize, context: u32, weights: &Weights) -> State {
+    let sizes = Layout::new(plan, length).sizes;
+    let fixed = sizes.slot as u64;
+    let kv = (sizes.page / PAGE) as u64;
+    let at_context = sizes.sequence(context as usize);
+    state("metal: bf16 K/V", fixed, plan.state_bytes(), kv, at_context, context, weights)
 }
 
 /// The decode step on an Apple GPU, as planned.
@@ -217,16 +217,29 @@ fn metal_step(plan: &Plan, context: u32) -> Step {
         bytes: l.bytes(),
         bytes_per_position: l.bytes_per_position(),
     };
+    let here = metal_gpu();
+    let gpu_is_here = here.is_some();
     Step {
-        gpu: "Apple, M1 or later".to_owned(),
-        gpu_is_here: false,
-        remark: ": planned, not yet run on one",
+        gpu: here.unwrap_or_else(|| "Apple, M1 or later".to_owned()),
+        gpu_is_here,
+        remark: if gpu_is_here { "" } else { ", though none is here" },
+        bandwidth: ("M5 Max", 614e9),
         kernels_per_token: plan.launches.len(),
         stages_per_token: plan.stages() as u32,
         bytes_per_token: plan.bytes(),
         bytes_per_token_at_context: plan.bytes() + plan.bytes_per_position() * u64::from(context),
         launches: plan.launches.iter().map(launched).collect(),
     }
+}
+
+/// Name of the GPU of this Mac.
+fn metal_gpu() -> Option<String> {
+    #[cfg(target_vendor = "apple")]
+    return crate::device::metal::device()
+        .ok()
+        .map(|device| lily_metal::device::Device::info(&device).name.clone());
+    #[cfg(not(target_vendor = "apple"))]
+    None
 }
 
 /// `moved`: what of the fixed state a token reads and writes.
@@ -339,6 +352,7 @@ fn write_step(out: &mut impl Write, step: &Step, context: u32) -> io::Result<()>
     for (what, n) in lines {
         writeln!(out, "  {what:<44}{:>18}", grouped(n))?;
     }
+    write_kernels(out, step)?;
     let columns = ("stage", "kernel", "blocks", "threads", "shared", "bytes", "a position");
     let (stage, kernel, blocks, threads, shared, bytes, position) = columns;
     writeln!(
@@ -358,6 +372,29 @@ fn write_step(out: &mut impl Write, step: &Step, context: u32) -> io::Result<()>
             out,
             "  {stage:>7}  {kernel:<20}{blocks:>14}{threads:>9}{shared:>9}{bytes:>14}{position:>12}"
         )?;
+    }
+    Ok(())
+}
+
+/// What each kernel moves, all its launches together, at the start of a sequence.
+fn write_kernels(out: &mut impl Write, step: &Step) -> io::Result<()> {
+    let mut kernels: Vec<(&str, u32, u32, u64)> = Vec::new();
+    for l in &step.launches {
+        match kernels.iter_mut().find(|k| k.0 == l.kernel) {
+            Some((_, count, shared, bytes)) => {
+                *count += 1;
+                *shared = l.shared_bytes.max(*shared);
+                *bytes += l.bytes;
+            }
+            None => kernels.push((l.kernel, 1, l.shared_bytes, l.bytes)),
+        }
+    }
+    let (gpu, bandwidth) = step.bandwidth;
+    let floor = format!("us at {:.0} GB/s ({gpu})", bandwidth / 1e9);
+    writeln!(out, "\n  {:<20}{:>9}{:>9}{:>16}{floor:>26}", "kernel", "launches", "shared", "bytes")?;
+    for (kernel, count, shared, bytes) in kernels {
+        let floor = bytes as f64 / bandwidth * 1e6;
+        writeln!(out, "  {kernel:<20}{count:>9}{shared:>9}{:>16}{floor:>26.1}", grouped(bytes))?;
     }
     Ok(())
 }

@@ -4,6 +4,7 @@ mod args;
 mod bench;
 mod chat;
 mod device;
+mod doctor;
 mod eval;
 mod inspect;
 mod interrupt;
@@ -55,6 +56,7 @@ fn execute(args: &Args) -> anyhow::Result<()> {
         Command::Logits(command) => logits::logits(command, &args.global),
         Command::Eval(command) => eval::eval(command, &args.global),
         Command::Bench(command) => bench::bench(command, &args.global),
+        Command::Doctor(command) => doctor::doctor(command, &args.global),
     }
 }
 

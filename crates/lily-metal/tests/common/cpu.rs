@@ -10,7 +10,7 @@ use libloading::Library;
 
 use super::signature::Signature;
 use super::text::{Way, whole};
-use super::{Guard, Order};
+use super::{Bound, Guard, Memory, Order, Shape};
 
 #[repr(C)]
 struct Request {
@@ -101,18 +101,20 @@ impl Cpu {
         Guarded { address: address.cast(), bytes, release }
     }
 
-    /// Runs a kernel of the library with a buffer and a length of threadgroup memory for each of its parameters.
+    /// Runs a kernel of the library that has as many buffers and threadgroup memory arguments, in memory of this library.
     pub fn launch(
         &self,
-        kernel: &str,
-        grid: [usize; 3],
-        threads: usize,
-        memory: &[usize],
-        buffers: &[&Guarded],
+        shape: Shape,
+        memories: &mut [Memory],
+        bound: &[Bound],
         order: Order,
     ) -> Result<(), String> {
+        let Shape { kernel, grid, threads, memory } = shape;
         let name = CString::new(kernel).unwrap();
-        let buffers: Vec<*mut c_void> = buffers.iter().map(|b| b.address.cast()).collect();
+        // SAFETY: within the memory, as `Kernels::launch` has checked.
+        let address =
+            |&(index, offset): &Bound| unsafe { memories[index].guarded().address.add(offset) }.cast();
+        let buffers: Vec<*mut c_void> = bound.iter().map(address).collect();
         let memory: Vec<u32> = memory.iter().map(|&n| n as u32).collect();
         let request = Request {
             kernel: name.as_ptr(),

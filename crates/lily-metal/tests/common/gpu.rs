@@ -1,6 +1,7 @@
 //! Runs kernels on an NVIDIA GPU: a threadgroup is a block, a SIMD-group a warp, threadgroup memory shared memory. NVRTC makes
 //! the code, on any machine, with the driver wrapper and the cache of lily-cuda.
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
@@ -10,6 +11,7 @@ use lily_cuda::kernels::architecture;
 
 use super::signature::{Parameter, Signature};
 use super::text::{Way, whole};
+use super::{Bound, Memory};
 
 /// Whether tests run on a GPU: where `LILY_TEST_DEVICE` is `cuda`.
 pub fn wanted() -> bool {
@@ -79,25 +81,33 @@ impl Gpu {
     pub fn launch(
         &self,
         signature: &Signature,
-        grid: [usize; 3],
-        threads: usize,
-        memory: &[usize],
-        buffers: &mut [&mut Mirrored],
+        shape: super::Shape,
+        memories: &mut [Memory],
+        bound: &[Bound],
     ) -> Result<(), String> {
+        // The calling thread may be new to it.
+        let context = context();
         let mut run = || -> Result<(), DriverError> {
-            for buffer in buffers.iter_mut().filter(|b| b.changed) {
-                buffer.device.write(0, &buffer.host)?;
-                buffer.changed = false;
-            }
-            let addresses: Vec<u64> = buffers.iter().map(|b| b.device.address()).collect();
-            let function = self.function(&signature.name);
-            enqueue(context(), function, grid, threads, memory, &addresses)?;
-            context().synchronize()?;
-            for parameter in &signature.parameters {
-                if let Parameter::Buffer { index, writable: true } = *parameter {
-                    let Mirrored { host, device, .. } = &mut *buffers[index];
-                    device.read(0, host)?;
+            let mut addresses = Vec::with_capacity(bound.len());
+            for &(index, offset) in bound {
+                let buffer = memories[index].mirrored();
+                if buffer.changed {
+                    buffer.device.write(0, &buffer.host)?;
+                    buffer.changed = false;
                 }
+                addresses.push(buffer.device.address() + offset as u64);
+            }
+            let function = self.function(&signature.name);
+            enqueue(context, function, shape.grid, shape.threads, shape.memory, &addresses)?;
+            context.synchronize()?;
+            let writable = signature.parameters.iter().filter_map(|parameter| match *parameter {
+                Parameter::Buffer { index, writable: true } => Some(bound[index].0),
+                _ => None,
+            });
+            // Several may be places in one memory.
+            for index in writable.collect::<BTreeSet<_>>() {
+                let Mirrored { host, device, .. } = memories[index].mirrored();
+                device.read(0, host)?;
             }
             Ok(())
         };

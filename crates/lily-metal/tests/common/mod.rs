@@ -3,6 +3,7 @@
 #![allow(dead_code, reason = "each test file uses its own part")]
 
 pub mod cpu;
+pub mod device;
 pub mod gpu;
 pub mod machine;
 pub mod model;
@@ -20,6 +21,21 @@ pub struct Kernels {
     device: Device,
     pub signatures: Vec<Signature>,
 }
+
+/// A kernel by name and how large its launch is.
+#[derive(Clone, Copy)]
+pub struct Shape<'a> {
+    pub kernel: &'a str,
+    /// Threadgroups.
+    pub grid: [usize; 3],
+    /// Threads of each.
+    pub threads: usize,
+    /// Bytes of each threadgroup memory argument.
+    pub memory: &'a [usize],
+}
+
+/// Where a buffer argument is bound: an index into the memory that a launch is given, and bytes from there on.
+pub type Bound = (usize, usize);
 
 /// What they run on.
 enum Device {
@@ -71,6 +87,20 @@ impl Memory {
         }
     }
 
+    fn guarded(&self) -> &Guarded {
+        match &self.place {
+            Place::Cpu(memory) => memory,
+            Place::Gpu(_) => panic!("memory of a GPU for kernels on the CPU"),
+        }
+    }
+
+    fn mirrored(&mut self) -> &mut Mirrored {
+        match &mut self.place {
+            Place::Gpu(memory) => memory,
+            Place::Cpu(_) => panic!("memory of the CPU for kernels on a GPU"),
+        }
+    }
+
     pub fn words(&self) -> Vec<u32> {
         self.bytes().as_chunks::<4>().0.iter().map(|w| u32::from_le_bytes(*w)).collect()
     }
@@ -83,6 +113,12 @@ impl Memory {
         for (to, word) in self.bytes_mut().as_chunks_mut::<4>().0.iter_mut().zip(words) {
             *to = word.to_le_bytes();
         }
+    }
+
+    /// Itself, with these words at its beginning.
+    pub fn with(mut self, words: impl IntoIterator<Item = u32>) -> Self {
+        self.put(words);
+        self
     }
 
     pub fn put_floats(&mut self, values: &[f32]) {
@@ -113,52 +149,31 @@ impl Kernels {
         memory
     }
 
+    /// Runs a kernel, each of its buffers bound to a place in `memories`, which may be the same for several.
     pub fn launch(
         &self,
-        kernel: &str,
-        grid: [usize; 3],
-        threads: usize,
-        memory: &[usize],
-        buffers: &mut [&mut Memory],
+        shape: Shape,
+        memories: &mut [Memory],
+        bound: &[Bound],
         order: Order,
     ) -> Result<(), String> {
+        let kernel = shape.kernel;
         let signature = self.signatures.iter().find(|s| s.name == kernel);
         let signature = signature.ok_or_else(|| format!("{kernel}: there is no such kernel"))?;
-        check_launch(signature, grid, threads, memory, buffers.len())
-            .map_err(|why| format!("{kernel}: {why}"))?;
+        check_launch(signature, shape, bound.len()).map_err(|why| format!("{kernel}: {why}"))?;
+        for &(index, offset) in bound {
+            assert!(offset < memories[index].bytes, "{kernel}: bound behind the end");
+        }
         match &self.device {
-            Device::Cpu(cpu) => {
-                let buffers: Vec<&Guarded> = buffers
-                    .iter()
-                    .filter_map(|b| match &b.place {
-                        Place::Cpu(memory) => Some(memory),
-                        Place::Gpu(_) => None,
-                    })
-                    .collect();
-                cpu.launch(kernel, grid, threads, memory, &buffers, order)
-            }
-            Device::Gpu(gpu) => {
-                let mut buffers: Vec<&mut Mirrored> = buffers
-                    .iter_mut()
-                    .filter_map(|b| match &mut b.place {
-                        Place::Gpu(memory) => Some(memory),
-                        Place::Cpu(_) => None,
-                    })
-                    .collect();
-                gpu.launch(signature, grid, threads, memory, &mut buffers)
-            }
+            Device::Cpu(cpu) => cpu.launch(shape, memories, bound, order),
+            Device::Gpu(gpu) => gpu.launch(signature, shape, memories, bound),
         }
     }
 }
 
 /// Refuses what no Apple GPU since family 7 could launch, and what doesn't fit the kernel's signature.
-fn check_launch(
-    signature: &Signature,
-    grid: [usize; 3],
-    threads: usize,
-    memory: &[usize],
-    buffers: usize,
-) -> Result<(), String> {
+fn check_launch(signature: &Signature, shape: Shape, buffers: usize) -> Result<(), String> {
+    let Shape { grid, threads, memory, .. } = shape;
     let all: usize = memory.iter().sum();
     if grid.contains(&0) {
         return Err(format!("a grid of {grid:?} threadgroups"));

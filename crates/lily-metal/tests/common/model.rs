@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use lily_cpu::reference::Reference;
 use lily_metal::plan::{Contents, KvType};
-use lily_metal::{plan, source};
+use lily_metal::source;
 use lily_model::checkpoint::{Checkpoint, Tensor};
 use lily_model::config::Config;
 use lily_model::files::ModelFiles;
@@ -41,40 +41,36 @@ impl Model {
         Reference { config: &self.config, weights: &self.weights }
     }
 
-    /// The kernels for this model, with its weights.
-    pub fn machine(&self, capacity: usize, kv: KvType, guard: Guard) -> Machine {
-        self.machine_of(&source::source(&self.config, kv), capacity, kv, guard)
+    /// The kernels for this model.
+    pub fn machine(&self, kv: KvType, guard: Guard) -> Machine<'_> {
+        self.machine_of(&source::source(&self.config, kv), kv, guard)
     }
 
     /// As [`Self::machine`], with the kernels of a text.
-    pub fn machine_of(&self, source: &str, capacity: usize, kv: KvType, guard: Guard) -> Machine {
-        let kernels = Kernels::compile(source);
-        let plan = plan(&self.config, capacity, kv).unwrap();
-        let a = &self.config.attention;
-        let mut machine = Machine::new(kernels, plan, a.rope_theta, a.rotary_dim, guard);
-        for at in 0..machine.plan.buffers.len() {
-            if let Some(bytes) = self.weight(&machine.plan.buffers[at].contents) {
-                machine.memory[at].bytes_mut().copy_from_slice(&bytes);
-            }
-        }
-        machine
+    pub fn machine_of(&self, source: &str, kv: KvType, guard: Guard) -> Machine<'_> {
+        Machine::new(self, Kernels::compile(source), kv, guard)
     }
 
-    /// What a buffer of weights holds, taken from the files by name, as a host would map it.
-    fn weight(&self, contents: &Contents) -> Option<Vec<u8>> {
+    /// What a buffer that all sequences share holds; weights are taken from the files by name, as a host would map them.
+    pub fn stored(&self, contents: &Contents) -> Vec<u8> {
         let tensor = |name: &str, suffix: &str| {
             let name = format!("{}{suffix}", mlx_path(name));
             self.checkpoint.get(&name).unwrap_or_else(|| panic!("no tensor {name}"))
         };
         match contents {
-            Contents::Codes(name) => Some(tensor(name, ".weight").data.to_vec()),
-            Contents::Scales(name) => Some(bf16(tensor(name, ".scales"))),
-            Contents::Biases(name) => Some(bf16(tensor(name, ".biases"))),
+            Contents::Codes(name) => tensor(name, ".weight").data.to_vec(),
+            Contents::Scales(name) => bf16(tensor(name, ".scales")),
+            Contents::Biases(name) => bf16(tensor(name, ".biases")),
             Contents::Vector(name) => {
                 let bare = name.ends_with("A_log") || name.ends_with("dt_bias");
-                Some(f32s(tensor(name, if bare { "" } else { ".weight" })))
+                f32s(tensor(name, if bare { "" } else { ".weight" }))
             }
-            _ => None,
+            Contents::Turns => {
+                let a = &self.config.attention;
+                let turns = lily_metal::rope::turns(a.rope_theta, a.rotary_dim);
+                turns.iter().flat_map(|t| t.to_le_bytes()).collect()
+            }
+            other => panic!("{other:?} is not stored"),
         }
     }
 }

@@ -13,6 +13,7 @@ struct ThreadgroupMemory {
 struct Group {
     operator uint() const;
     operator uint2() const;
+    operator uint3() const;
 };
 Buffer buffer(uint index);
 ThreadgroupMemory threadgroup_memory(uint index);
@@ -25,16 +26,17 @@ struct Pointer {
     template <class T> operator T*() const { return static_cast<T*>(address); }
 };
 struct Group {
-    uint x, y;
+    uint x, y, z;
     operator uint() const { return x; }
     operator uint2() const { return {x, y}; }
+    operator uint3() const { return {x, y, z}; }
 };
 #ifdef __CUDACC__
 extern __shared__ __align__(16) unsigned char shared_memory[];
 inline Pointer buffer(void* address) { return {address}; }
 /// Each threadgroup memory argument is a part of the block's shared memory.
 inline Pointer threadgroup_memory(uint at) { return {shared_memory + at}; }
-inline Group threadgroup_position_in_grid() { return {blockIdx.x, blockIdx.y}; }
+inline Group threadgroup_position_in_grid() { return {blockIdx.x, blockIdx.y, blockIdx.z}; }
 inline uint thread_index_in_threadgroup() { return threadIdx.x; }
 inline uint simdgroup_index_in_threadgroup() { return threadIdx.x / LANES; }
 #else

@@ -65,10 +65,10 @@ struct Machine {
 };
 thread_local Machine own_machine;
 /// The one of this OS thread, set when a launch begins: cheaper to read than a variable with a destructor.
-thread_local Machine* here;
+__attribute__((tls_model("initial-exec"))) thread_local Machine* here;
 #define machine (*here)
 /// Whether a kernel is running on this OS thread: only then is a fault ours.
-thread_local volatile bool running;
+__attribute__((tls_model("initial-exec"))) thread_local volatile bool running;
 
 /// What came back through the scheduler's jump.
 enum Reason { SUSPENDED = 1, FAILED = 2 };
@@ -172,12 +172,19 @@ bool run_threadgroup(const std::vector<uint>& order) {
     uint done = 0;
     while (done < machine.threads) {
         bool moved = false;
-        for (uint i = 0; i < machine.threads; ++i) {
-            Fiber& fiber = machine.fibers[order[i]];
-            if (fiber.state != State::ready) continue;
-            moved = true;
-            if (!resume(fiber)) return false;
-            if (fiber.state == State::done) ++done;
+        for (uint first = 0; first < machine.threads; first += LANES) {
+            // As long as any of them can go on, so that in order a SIMD-group runs ahead of the others as far as it may; by chance
+            // all of them advance together.
+            for (bool again = true; again;) {
+                again = false;
+                for (uint i = first; i < first + LANES; ++i) {
+                    Fiber& fiber = machine.fibers[order[i]];
+                    if (fiber.state != State::ready) continue;
+                    again = moved = true;
+                    if (!resume(fiber)) return false;
+                    if (fiber.state == State::done) ++done;
+                }
+            }
         }
         if (!moved) {
             machine.problem = "threads wait for others that don't come: a barrier or a SIMD-group function is not reached by all";
@@ -278,17 +285,17 @@ extern "C" int shim_launch(const Request* request, char* error, size_t error_siz
     }
     if (!machine.stacks && !make_fibers()) machine.problem = "no memory";
     const std::vector<uint> threads = make_order(request->threads, request->order);
-    const uint width = request->grid[0], groups = width * request->grid[1] * request->grid[2];
+    const uint width = request->grid[0], height = request->grid[1], groups = width * height * request->grid[2];
     const std::vector<uint> order = make_order(groups, request->order);
     running = true;
     for (uint i = 0; i < groups && !machine.problem; ++i) {
-        machine.group = {order[i] % width, order[i] / width};
+        machine.group = {order[i] % width, order[i] / width % height, order[i] / width / height};
         if (!run_threadgroup(threads) && !machine.problem) machine.problem = "it stopped";
     }
     running = false;
     if (!machine.problem) return 0;
     make_fibers();
-    snprintf(error, error_size, "%s, threadgroup (%u, %u), thread %u: %s", request->kernel, machine.group.x,
-             machine.group.y, machine.current ? machine.current->index : 0, machine.problem);
+    snprintf(error, error_size, "%s, threadgroup (%u, %u, %u), thread %u: %s", request->kernel, machine.group.x,
+             machine.group.y, machine.group.z, machine.current ? machine.current->index : 0, machine.problem);
     return 1;
 }

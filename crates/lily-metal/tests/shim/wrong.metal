@@ -111,3 +111,52 @@ kernel void round(
 ) {
     out[i] = float(bfloat(out[i]));
 }
+
+/// Right: A A^T + 1 of a matrix in threadgroup memory, by the first SIMD-group.
+[[max_total_threads_per_threadgroup(64)]]
+kernel void product(
+    device float* out [[buffer(0)]],
+    threadgroup float* shared [[threadgroup(0)]],
+    uint i [[thread_index_in_threadgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]]
+) {
+    shared[i] = out[i];
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (simdgroup == 0) {
+        simdgroup_float8x8 a;
+        simdgroup_float8x8 transposed;
+        simdgroup_float8x8 sum = make_filled_simdgroup_matrix<float, 8, 8>(1.0f);
+        simdgroup_load(a, shared, 8);
+        simdgroup_load(transposed, shared, 8, ulong2(0, 0), true);
+        simdgroup_multiply_accumulate(sum, a, transposed, sum);
+        simdgroup_store(sum, out, 8);
+    }
+}
+
+[[max_total_threads_per_threadgroup(64)]]
+kernel void missed_product(
+    device float* out [[buffer(0)]],
+    uint i [[thread_index_in_threadgroup]]
+) {
+    simdgroup_float8x8 sum = make_filled_simdgroup_matrix<float, 8, 8>(1.0f);
+    if (i % 32 < 31) {
+        simdgroup_multiply(sum, sum, sum);
+    }
+    simdgroup_store(sum, out, 8);
+}
+
+/// A barrier is missing that shows only where one SIMD-group is further than the other.
+[[max_total_threads_per_threadgroup(64)]]
+kernel void runs_ahead(
+    device float* out [[buffer(0)]],
+    threadgroup float* shared [[threadgroup(0)]],
+    uint i [[thread_index_in_threadgroup]]
+) {
+    float sum = 0.0f;
+    for (uint round = 0; round < 3; ++round) {
+        shared[i] = float(round);
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        sum += simd_sum(simd_sum(shared[(i + 32) % 64]));
+    }
+    out[i] = sum;
+}

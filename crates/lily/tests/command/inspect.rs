@@ -69,8 +69,27 @@ fn a_gpus_decode_step_is_listed() {
 }
 
 #[test]
-fn metal_runs_nothing_yet_and_says_so() {
-    assert_refused(&output(&["run", "--device", "metal", "hello"]), 2, &["--device metal", "--device cpu"]);
+#[cfg(not(target_vendor = "apple"))]
+fn metal_is_for_macs_and_says_so() {
+    assert_refused(&output(&["run", "--device", "metal", "hello"]), 2, &["for Macs", "--device cpu"]);
+}
+
+/// What each kernel of a decoded token moves in all, and how long that takes at the least.
+#[test]
+fn kernels_are_summed_up() {
+    let args = ["inspect", "--preset", "35b-a3b", "--device", "metal", "--ctx-size", "4096"];
+    let table = output(&args);
+    let table = stdout(&table);
+    assert!(table.contains("us at 614 GB/s (M5 Max)"), "{table}");
+    let row = |kernel: &str| -> Vec<String> {
+        let line = table.lines().find(|line| line.trim_start().starts_with(&format!("{kernel} "))).unwrap();
+        line.split_whitespace().map(|word| word.replace(',', "")).collect()
+    };
+    // 248,320 rows of 2,048 codes of 4 bits, with a scale and a bias for every 64, and the norm.
+    let bytes = 248_320 * (1024 + 32 * 4) + 4 * 2048;
+    assert_eq!(row("lm_head")[1..4], ["1".to_owned(), "64".to_owned(), bytes.to_string()]);
+    assert_eq!(row("lm_head")[4], format!("{:.1}", f64::from(bytes) / 614e9 * 1e6));
+    assert_eq!(row("gate_up")[1], "40");
 }
 
 fn number_of(value: &Value) -> u64 {

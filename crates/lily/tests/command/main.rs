@@ -5,6 +5,7 @@ mod cache;
 mod chat;
 mod clients;
 mod demo;
+mod doctor;
 mod inspect;
 mod logits;
 mod model_35b;

@@ -1,0 +1,257 @@
+// Many rows times one matrix: `norm_rows`, `matmul`, `matmul_16`, `matmul_q8`, `matmul_few`.
+//
+// A tile is 64 outputs of 16 * BLOCKS rows. Its four SIMD-groups have a quarter of it each, as 8x8 matrices; inputs and
+// dequantised weights come through threadgroup memory, TILE_COLS inputs at a time. All of it is f32, as in the kernels of one
+// token: an Apple GPU multiplies f32 matrices as fast as f16 ones.
+
+constant constexpr uint TILE_THREADS = 128;
+constant constexpr uint TILE_OUTS = 64;
+constant constexpr uint TILE_COLS = 32;
+/// Numbers from one row of a tile to the next: four more than needed, so that rows begin in different banks.
+constant constexpr uint TILE_STRIDE = TILE_COLS + 4;
+/// 8x8 matrices beside each other that a SIMD-group has.
+constant constexpr uint OUT_BLOCKS = 4;
+/// Rows of `matmul_few`.
+constant constexpr uint FEW = 8;
+
+/// What is multiplied: y = W x for each of `rows` rows of `cols` inputs; y has `outs` values a row, and its rows begin `width`
+/// values apart. With `add`, what is in y is added.
+struct Product {
+    uint rows;
+    uint cols;
+    uint outs;
+    uint width;
+    uint add;
+};
+
+/// h = norm(x), row by row, a SIMD-group each.
+[[max_total_threads_per_threadgroup(128)]]
+kernel void norm_rows(
+    const device float* x [[buffer(0)]],
+    const device float* gains [[buffer(1)]],
+    const device uint* rows [[buffer(2)]],
+    device float* h [[buffer(3)]],
+    uint group [[threadgroup_position_in_grid]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]
+) {
+    const uint row = group * 4 + simdgroup;
+    if (row >= rows[0]) {
+        return;
+    }
+    float squares = 0.0f;
+    for (uint i = lane; i < HIDDEN; i += LANES) {
+        squares += x[row * HIDDEN + i] * x[row * HIDDEN + i];
+    }
+    const float factor = norm_factor(squares, HIDDEN);
+    for (uint i = lane; i < HIDDEN; i += LANES) {
+        h[row * HIDDEN + i] = x[row * HIDDEN + i] * factor * gains[i];
+    }
+}
+
+/// Values of 16 inputs from `at` on.
+template <uint BITS> inline void dequantise(Matrix m, ulong at, threadgroup float* to) {
+    const float scale = float(m.scales[at / GROUP]);
+    const float bias = float(m.biases[at / GROUP]);
+    const device uint* words = (const device uint*)(m.codes + at * BITS / 8);
+    constexpr uint CODES = 32 / BITS;
+    for (uint i = 0; i < INPUTS / CODES; ++i) {
+        const uint word = words[i];
+        for (uint j = 0; j < CODES; ++j) {
+            to[i * CODES + j] = scale * float(word >> (j * BITS) & ((1u << BITS) - 1)) + bias;
+        }
+    }
+}
+
+/// Adds the products of a tile to `sums`. A thread brings 4 inputs of rows `thread_index / 8 + 16 * b`, which are `sources[b]` of x,
+/// `pitch` apart, or zeros where there is none; and 16 weights of row `row` of m.
+template <uint BLOCKS, uint BITS>
+inline void multiply_tile(
+    thread simdgroup_float8x8* sums, const device float* x, const thread uint* sources, uint pitch, Matrix m, ulong row, uint cols,
+    threadgroup float* tile, uint thread_index, uint simdgroup
+) {
+    threadgroup float* inputs = tile;
+    threadgroup float* weights = tile + 16 * BLOCKS * TILE_STRIDE;
+    threadgroup float* my_inputs = inputs + thread_index / 8 * TILE_STRIDE + thread_index % 8 * 4;
+    threadgroup float* my_weights = weights + thread_index / 2 * TILE_STRIDE + thread_index % 2 * INPUTS;
+    for (uint col = 0; col < cols; col += TILE_COLS) {
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        for (uint b = 0; b < BLOCKS; ++b) {
+            const ulong from = ulong(sources[b]) * pitch + col + thread_index % 8 * 4;
+            for (uint i = 0; i < 4; ++i) {
+                my_inputs[16 * b * TILE_STRIDE + i] = sources[b] == NONE ? 0.0f : x[from + i];
+            }
+        }
+        dequantise<BITS>(m, row * cols + col + thread_index % 2 * INPUTS, my_weights);
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        for (uint k = 0; k < TILE_COLS; k += 8) {
+            simdgroup_float8x8 in[BLOCKS];
+            for (uint b = 0; b < BLOCKS; ++b) {
+                simdgroup_load(in[b], inputs + (simdgroup / 2 * BLOCKS + b) * 8 * TILE_STRIDE + k, TILE_STRIDE);
+            }
+            for (uint o = 0; o < OUT_BLOCKS; ++o) {
+                simdgroup_float8x8 w;
+                const threadgroup float* from = weights + (simdgroup % 2 * OUT_BLOCKS + o) * 8 * TILE_STRIDE + k;
+                simdgroup_load(w, from, TILE_STRIDE, ulong2(0, 0), true);
+                for (uint b = 0; b < BLOCKS; ++b) {
+                    simdgroup_multiply_accumulate(sums[b * OUT_BLOCKS + o], in[b], w, sums[b * OUT_BLOCKS + o]);
+                }
+            }
+        }
+    }
+}
+
+/// Leaves the sums of a tile in threadgroup memory, `[16 * BLOCKS, TILE_OUTS]`, for all threads.
+template <uint BLOCKS> inline void gather_tile(thread simdgroup_float8x8* sums, threadgroup float* tile, uint simdgroup) {
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint b = 0; b < BLOCKS; ++b) {
+        for (uint o = 0; o < OUT_BLOCKS; ++o) {
+            const uint at = (simdgroup / 2 * BLOCKS + b) * 8 * TILE_OUTS + (simdgroup % 2 * OUT_BLOCKS + o) * 8;
+            simdgroup_store(sums[b * OUT_BLOCKS + o], tile + at, TILE_OUTS);
+        }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+/// One tile of a product. Outputs behind the last one are read as that one, and not stored.
+template <uint BLOCKS, uint BITS>
+inline void product_tile(
+    const device float* x, Matrix m, const device Product* p, device float* y, threadgroup float* tile, uint2 group,
+    uint thread_index, uint simdgroup
+) {
+    const uint first_row = group.y * 16 * BLOCKS;
+    const uint first_out = group.x * TILE_OUTS;
+    uint sources[BLOCKS];
+    for (uint b = 0; b < BLOCKS; ++b) {
+        const uint row = first_row + thread_index / 8 + 16 * b;
+        sources[b] = row < p->rows ? row : NONE;
+    }
+    simdgroup_float8x8 sums[BLOCKS * OUT_BLOCKS];
+    for (uint i = 0; i < BLOCKS * OUT_BLOCKS; ++i) {
+        sums[i] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+    }
+    const ulong mine = min(first_out + thread_index / 2, p->outs - 1);
+    multiply_tile<BLOCKS, BITS>(sums, x, sources, p->cols, m, mine, p->cols, tile, thread_index, simdgroup);
+    gather_tile<BLOCKS>(sums, tile, simdgroup);
+    for (uint i = thread_index; i < 16 * BLOCKS * TILE_OUTS; i += TILE_THREADS) {
+        const uint row = first_row + i / TILE_OUTS;
+        const uint out = first_out + i % TILE_OUTS;
+        if (row < p->rows && out < p->outs) {
+            device float* to = y + ulong(row) * p->width + out;
+            to[0] = p->add != 0 ? to[0] + tile[i] : tile[i];
+        }
+    }
+}
+
+/// A product with 4-bit codes, 64 rows a tile.
+[[max_total_threads_per_threadgroup(128)]]
+kernel void matmul(
+    const device float* x [[buffer(0)]],
+    const device uchar* codes [[buffer(1)]],
+    const device bfloat* scales [[buffer(2)]],
+    const device bfloat* biases [[buffer(3)]],
+    const device Product* product [[buffer(4)]],
+    device float* y [[buffer(5)]],
+    threadgroup float* tile [[threadgroup(0)]],
+    uint2 group [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]]
+) {
+    const Matrix m = {codes, scales, biases};
+    product_tile<4, 4>(x, m, product, y, tile, group, thread_index, simdgroup);
+}
+
+/// A product with 4-bit codes, 16 rows a tile: for so few that most of 64 would be zeros.
+[[max_total_threads_per_threadgroup(128)]]
+kernel void matmul_16(
+    const device float* x [[buffer(0)]],
+    const device uchar* codes [[buffer(1)]],
+    const device bfloat* scales [[buffer(2)]],
+    const device bfloat* biases [[buffer(3)]],
+    const device Product* product [[buffer(4)]],
+    device float* y [[buffer(5)]],
+    threadgroup float* tile [[threadgroup(0)]],
+    uint2 group [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]]
+) {
+    const Matrix m = {codes, scales, biases};
+    product_tile<1, 4>(x, m, product, y, tile, group, thread_index, simdgroup);
+}
+
+/// A product with 8-bit codes, 16 rows a tile: there are few outputs.
+[[max_total_threads_per_threadgroup(128)]]
+kernel void matmul_q8(
+    const device float* x [[buffer(0)]],
+    const device uchar* codes [[buffer(1)]],
+    const device bfloat* scales [[buffer(2)]],
+    const device bfloat* biases [[buffer(3)]],
+    const device Product* product [[buffer(4)]],
+    device float* y [[buffer(5)]],
+    threadgroup float* tile [[threadgroup(0)]],
+    uint2 group [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]]
+) {
+    const Matrix m = {codes, scales, biases};
+    product_tile<1, 8>(x, m, product, y, tile, group, thread_index, simdgroup);
+}
+
+/// As `matmul`, of at most FEW rows and a multiple of ROWS outputs: a SIMD-group takes the codes of ROWS outputs apart once, and
+/// multiplies all rows with them.
+[[max_total_threads_per_threadgroup(128)]]
+kernel void matmul_few(
+    const device float* x [[buffer(0)]],
+    const device uchar* codes [[buffer(1)]],
+    const device bfloat* scales [[buffer(2)]],
+    const device bfloat* biases [[buffer(3)]],
+    const device Product* product [[buffer(4)]],
+    device float* y [[buffer(5)]],
+    uint group [[threadgroup_position_in_grid]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]
+) {
+    const uint out = (group * PRODUCT_SIMDGROUPS + simdgroup) * ROWS;
+    const uint rows = product->rows;
+    const uint cols = product->cols;
+    if (out >= product->outs) {
+        return;
+    }
+    float sums[FEW][ROWS] = {{0.0f}};
+    for (uint col = lane * INPUTS; col < cols; col += STRIDE) {
+        // Half of a lane's inputs at a time, for the sake of registers.
+        for (uint from = col; from < col + INPUTS; from += INPUTS / 2) {
+            float values[ROWS][INPUTS / 2];
+            for (uint r = 0; r < ROWS; ++r) {
+                const ulong at = ulong(out + r) * cols + from;
+                const device ushort* words = (const device ushort*)(codes + at / 2);
+                const float scale = float(scales[at / GROUP]);
+                const float bias = float(biases[at / GROUP]);
+                for (uint i = 0; i < INPUTS / 2; ++i) {
+                    values[r][i] = scale * float(words[i / 4] >> (4 * (i % 4)) & 15) + bias;
+                }
+            }
+            for (uint t = 0; t < FEW; ++t) {
+                if (t < rows) {
+                    for (uint i = 0; i < INPUTS / 2; ++i) {
+                        const float in = x[t * cols + from + i];
+                        for (uint r = 0; r < ROWS; ++r) {
+                            sums[t][r] += in * values[r][i];
+                        }
+                    }
+                }
+            }
+        }
+    }
+    for (uint t = 0; t < FEW; ++t) {
+        if (t < rows) {
+            for (uint r = 0; r < ROWS; ++r) {
+                const float sum = simd_sum(sums[t][r]);
+                if (lane == r) {
+                    device float* to = y + ulong(t) * product->width + out + r;
+                    to[0] = product->add != 0 ? to[0] + sum : sum;
+                }
+            }
+        }
+    }
+}

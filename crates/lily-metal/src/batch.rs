@@ -1,0 +1,410 @@
+//! The launches of each block of a step of several tokens. Matrices meet all tokens at once; what has a sequence's state is
+//! launched for each segment, and launches of different segments run together.
+
+use crate::builder::{Bindings, Builder, F32, POSITIONS};
+use crate::launches::{HEAD_SIMDGROUPS, MIXER_SIMDGROUPS, PRODUCT_ROWS};
+use crate::plan::{Access, Contents, LANES, PARTS, State, Want};
+
+/// Rows that `matmul_few` takes at most: `FEW` of `matmul.metal`. Of more tokens the experts are grouped.
+const FEW: usize = 8;
+/// Threads of `matmul` and its like: `TILE_THREADS` of `matmul.metal`.
+const TILE_THREADS: usize = 128;
+/// Outputs of a tile.
+const TILE_OUTS: usize = 64;
+/// Rows of a tile of `matmul`.
+const TILE_ROWS: usize = 64;
+/// Rows of a tile of `matmul_16` and `matmul_q8`.
+const SMALL_TILE_ROWS: usize = 16;
+/// Up to so many rows, small tiles multiply less in all.
+const SMALL: usize = 32;
+/// Numbers of a row of inputs or weights in threadgroup memory: `TILE_STRIDE` of `matmul.metal`.
+const TILE_STRIDE: usize = 36;
+/// Pairs of token and slot in a tile: `PAIR_ROWS` of `experts.metal`.
+const PAIR_ROWS: usize = 32;
+/// Threads of `sort_pairs`: `SORT_THREADS` of `experts.metal`.
+const SORT_THREADS: usize = 1024;
+/// Words of a `Tile` of `experts.metal`.
+const TILE_WORDS: usize = 3;
+/// Rows of a tile of `attend_rows`, and its SIMD-groups.
+const ATTEND_ROWS: usize = 16;
+const ATTEND_SIMDGROUPS: usize = 4;
+/// Where there are fewer threadgroups of `attend_rows`, positions are divided, so that there are about so many.
+const ATTEND_GROUPS: usize = 128;
+
+/// Threadgroup memory of a tile of so many rows: inputs and weights, then the outputs in the same place.
+fn tile_memory(rows: usize) -> Vec<usize> {
+    vec![((rows + TILE_OUTS) * TILE_STRIDE).max(rows * TILE_OUTS) * F32]
+}
+
+/// y = W x of rows of tokens, or y += W x.
+struct Product<'n> {
+    rows: usize,
+    x: &'static str,
+    cols: usize,
+    matrix: &'n str,
+    y: Contents,
+    outs: usize,
+    /// Values of a row of y, and the first of them that is an output.
+    width: usize,
+    at: usize,
+    add: bool,
+}
+
+impl Bindings<'_, '_> {
+    /// Sums and weights of the parts of a segment's attention.
+    pub fn parts(self, segment: usize, access: Access) -> Self {
+        let a = &self.builder.config.attention;
+        let len = |s: usize| self.builder.segments[s].tokens * a.heads * self.builder.parts(s);
+        let first = (0..segment).map(len).sum();
+        let rows = first..first + len(segment);
+        self.scratch("parts", a.head_dim, &rows, access).scratch("weights", 2, &rows, access)
+    }
+}
+
+impl Builder<'_> {
+    /// Into how many parts positions are divided for a segment's attention, at most.
+    pub fn parts(&self, segment: usize) -> usize {
+        let (tokens, a) = (self.segments[segment].tokens, &self.config.attention);
+        if tokens == 1 {
+            return PARTS;
+        }
+        let tiles = tokens.div_ceil(ATTEND_ROWS / (a.heads / a.kv_heads));
+        (ATTEND_GROUPS / (tiles * a.kv_heads)).clamp(1, PARTS)
+    }
+
+    /// h = norm(x) of `count` rows from `first` on; in rows of h from `to` on.
+    fn norm(&mut self, gains: &str, first: usize, count: usize, to: usize) {
+        let hidden = self.config.hidden_size;
+        let bindings = self
+            .bind()
+            .x(&(first..first + count), Access::Read)
+            .vector(gains)
+            .numbers(&[count])
+            .scratch("h", hidden, &(to..to + count), Access::Write)
+            .list;
+        self.launch("norm_rows", [count.div_ceil(4), 1, 1], 4 * LANES, Vec::new(), bindings);
+    }
+
+    fn matmul(&mut self, p: Product) {
+        let access = if p.add { Access::ReadWrite } else { Access::Write };
+        let end = p.at + (p.rows - 1) * p.width + p.outs;
+        let bindings = self
+            .bind()
+            .scratch(p.x, p.cols, &(0..p.rows), Access::Read)
+            .matrix(p.matrix)
+            .numbers(&[p.rows, p.cols, p.outs, p.width, usize::from(p.add)])
+            .part(p.y, p.at * F32..end * F32, access)
+            .list;
+        if p.rows <= FEW {
+            let grid = [p.outs.div_ceil(PRODUCT_ROWS), 1, 1];
+            return self.launch("matmul_few", grid, TILE_THREADS, Vec::new(), bindings);
+        }
+        let (kernel, rows) = match self.bits(p.matrix) {
+            8 => ("matmul_q8", SMALL_TILE_ROWS),
+            _ if p.rows <= SMALL => ("matmul_16", SMALL_TILE_ROWS),
+            _ => ("matmul", TILE_ROWS),
+        };
+        let grid = [p.outs.div_ceil(TILE_OUTS), p.rows.div_ceil(rows), 1];
+        self.launch(kernel, grid, TILE_THREADS, tile_memory(rows), bindings);
+    }
+
+    /// Products of h, `[rows, hidden]`, with matrices, into scratch buffers of their own: name, matrix, outputs.
+    fn project(&mut self, products: &[(&'static str, String, usize)]) {
+        for (name, matrix, outs) in products {
+            self.matmul(Product {
+                rows: self.all_rows().len(),
+                x: "h",
+                cols: self.config.hidden_size,
+                matrix,
+                y: Contents::Scratch(name),
+                outs: *outs,
+                width: *outs,
+                at: 0,
+                add: false,
+            });
+        }
+    }
+
+    /// x += W y, of y `[rows, cols]`.
+    fn add_product(&mut self, y: &'static str, cols: usize, matrix: &str) {
+        let (rows, hidden) = (self.all_rows().len(), self.config.hidden_size);
+        let y_of = Contents::Scratch("x");
+        self.matmul(Product {
+            rows,
+            x: y,
+            cols,
+            matrix,
+            y: y_of,
+            outs: hidden,
+            width: hidden,
+            at: 0,
+            add: true,
+        });
+    }
+
+    /// Gated DeltaNet mixer of a layer.
+    pub fn gdn_rows(&mut self, layer: usize) {
+        let g = &self.config.gdn;
+        let (channels, value_width) = (g.conv_channels(), g.value_width());
+        let name = |module: &str| format!("layers.{layer}.linear_attn.{module}");
+        let rows = self.all_rows();
+        self.norm(&format!("layers.{layer}.input_layernorm"), 0, rows.len(), 0);
+        self.project(&[
+            ("qkv", name("in_proj_qkv"), channels),
+            ("z", name("in_proj_z"), value_width),
+            ("b", name("in_proj_b"), g.value_heads),
+            ("a", name("in_proj_a"), g.value_heads),
+        ]);
+        (0..self.segments.len()).for_each(|segment| self.delta(segment, layer));
+        for segment in 0..self.segments.len() {
+            self.keep_inputs(segment, layer);
+        }
+        let bindings = self
+            .bind()
+            .scratch("squares", value_width / LANES, &rows, Access::Read)
+            .scratch("gated", value_width, &rows, Access::ReadWrite)
+            .list;
+        let grid = [value_width.div_ceil(256), rows.len(), 1];
+        self.launch("norm_heads", grid, 256, Vec::new(), bindings);
+        self.add_product("gated", value_width, &name("out_proj"));
+    }
+
+    /// Moves a segment's last inputs into the ring of the convolution, which `delta` does itself if there is only one.
+    fn keep_inputs(&mut self, segment: usize, layer: usize) {
+        let g = &self.config.gdn;
+        let (channels, taps, rows) = (g.conv_channels(), g.conv_kernel, self.rows(segment));
+        if rows.len() == 1 {
+            return;
+        }
+        let written = channels * rows.len().min(taps);
+        let bindings = self
+            .bind()
+            .scratch("qkv", channels, &rows, Access::Read)
+            .position(segment, Access::Read)
+            .numbers(&[rows.len()])
+            .state(segment, layer, State::Conv, channels * taps, Access::Write, written)
+            .list;
+        self.launch("keep_inputs", [channels.div_ceil(256), 1, 1], 256, Vec::new(), bindings);
+    }
+
+    /// Gated attention mixer of a layer.
+    pub fn attention_rows(&mut self, layer: usize) {
+        let a = &self.config.attention;
+        let (query_width, kv_width) = (a.query_width(), a.kv_width());
+        let name = |module: &str| format!("layers.{layer}.self_attn.{module}");
+        self.norm(&format!("layers.{layer}.input_layernorm"), 0, self.all_rows().len(), 0);
+        self.project(&[
+            ("queries", name("q_proj"), 2 * query_width),
+            ("new_keys", name("k_proj"), kv_width),
+            ("new_values", name("v_proj"), kv_width),
+        ]);
+        for segment in 0..self.segments.len() {
+            if self.segments[segment].tokens == 1 {
+                self.attend(segment, layer);
+            } else {
+                self.append(segment, layer);
+                self.attend_rows(segment, layer);
+            }
+            self.combine(segment);
+        }
+        self.add_product("attended", query_width, &name("o_proj"));
+    }
+
+    /// Norms and rotation of a segment's queries and keys; keys and values go into the cache.
+    fn append(&mut self, segment: usize, layer: usize) {
+        let a = &self.config.attention;
+        let (kv_width, d, rows) = (a.kv_width(), a.head_dim, self.rows(segment));
+        let name = |module: &str| format!("layers.{layer}.self_attn.{module}");
+        let bindings = self
+            .bind()
+            .scratch("queries", 2 * a.query_width(), &rows, Access::Read)
+            .scratch("new_keys", kv_width, &rows, Access::Read)
+            .scratch("new_values", kv_width, &rows, Access::Read)
+            .vector(&name("q_norm"))
+            .vector(&name("k_norm"))
+            .small(Contents::Turns, a.rotary_dim / 2 * 8, Access::Read)
+            .position(segment, Access::Read)
+            .numbers(&[rows.len()])
+            .packed_queries(&rows, Access::Write)
+            .cache(segment, layer, State::Keys, true, false)
+            .cache(segment, layer, State::Values, true, false)
+            .pages(segment)
+            .list;
+        let memory = [(a.heads / a.kv_heads + 1) * d, a.rotary_dim];
+        let memory = memory.map(|n| n.next_multiple_of(4) * F32).to_vec();
+        // The last block may go on behind the last token.
+        let grid = [a.kv_heads, rows.len() + POSITIONS - 1, 1];
+        self.launch("append", grid, MIXER_SIMDGROUPS * LANES, memory, bindings);
+    }
+
+    /// Attention of the tokens of a segment.
+    fn attend_rows(&mut self, segment: usize, layer: usize) {
+        let a = &self.config.attention;
+        let (rows, parts, kv) = (self.rows(segment), self.parts(segment), self.kv.size());
+        let bindings = self
+            .bind()
+            .packed_queries(&rows, Access::Read)
+            .position(segment, Access::Read)
+            .numbers(&[rows.len(), parts])
+            .cache(segment, layer, State::Keys, false, true)
+            .cache(segment, layer, State::Values, false, true)
+            .parts(segment, Access::Write)
+            .pages(segment)
+            .list;
+        let (shares, diagonals) = (ATTEND_ROWS * POSITIONS, ATTEND_ROWS / 8 * 64);
+        let memory = vec![ATTEND_ROWS * a.head_dim * kv, shares * F32, shares * kv, diagonals * F32];
+        let tiles = rows.len().div_ceil(ATTEND_ROWS / (a.heads / a.kv_heads));
+        let grid = [parts, a.kv_heads, tiles];
+        self.launch("attend_rows", grid, ATTEND_SIMDGROUPS * LANES, memory, bindings);
+    }
+
+    /// Mixture of experts of a layer.
+    pub fn moe_rows(&mut self, layer: usize) {
+        let rows = self.all_rows();
+        if rows.len() <= FEW {
+            return self.moe(layer);
+        }
+        let (hidden, m) = (self.config.hidden_size, &self.config.moe);
+        let name = |module: &str| format!("layers.{layer}.mlp.{module}");
+        self.norm(&format!("layers.{layer}.post_attention_layernorm"), 0, rows.len(), 0);
+        let logits = [("gate", 0, m.experts), ("shared_expert_gate", m.experts, 1)];
+        for (matrix, at, outs) in logits {
+            let (width, y) = (m.experts + 1, Contents::Scratch("router_logits"));
+            let (rows, matrix) = (rows.len(), &name(matrix));
+            self.matmul(Product { rows, x: "h", cols: hidden, matrix, y, outs, width, at, add: false });
+        }
+        self.sort();
+        self.experts(layer);
+        let bindings = self
+            .bind()
+            .scratch("spread", hidden * (m.experts_per_token + 1), &rows, Access::Read)
+            .x(&rows, Access::ReadWrite)
+            .list;
+        self.launch("sum_slots", [hidden.div_ceil(256), rows.len(), 1], 256, Vec::new(), bindings);
+    }
+
+    /// Tiles of pairs, at most: an expert's last one may have a single pair.
+    fn most_tiles(&self) -> usize {
+        let (tokens, m) = (self.all_rows().len(), &self.config.moe);
+        let pairs = tokens * m.experts_per_token;
+        (pairs + (PAIR_ROWS - 1) * m.experts.min(pairs)) / PAIR_ROWS + tokens.div_ceil(PAIR_ROWS)
+    }
+
+    /// Experts of each token, and pairs of token and slot by expert.
+    fn sort(&mut self) {
+        let (rows, m, most) = (self.all_rows(), &self.config.moe, self.most_tiles());
+        let slots = m.experts_per_token + 1;
+        let bindings = self
+            .bind()
+            .scratch("router_logits", m.experts + 1, &rows, Access::Read)
+            .numbers(&[rows.len()])
+            .scratch("chosen", slots, &rows, Access::Write)
+            .scratch("shares", slots, &rows, Access::Write)
+            .list;
+        self.launch("route", [(rows.len() * slots).div_ceil(4), 1, 1], 4 * LANES, Vec::new(), bindings);
+
+        let bindings = self
+            .bind()
+            .scratch("chosen", slots, &rows, Access::Read)
+            .numbers(&[rows.len(), most])
+            .scratch("order", slots, &rows, Access::Write)
+            .scratch("tiles", TILE_WORDS, &(0..most), Access::Write)
+            .list;
+        let memory = vec![(m.experts + 1).next_multiple_of(4) * F32];
+        self.launch("sort_pairs", [1, 1, 1], SORT_THREADS, memory, bindings);
+    }
+
+    /// Gate, up and down of all pairs.
+    fn experts(&mut self, layer: usize) {
+        let (hidden, m) = (self.config.hidden_size, &self.config.moe);
+        let (slots, width) = (m.experts_per_token + 1, m.expert_width.max(m.shared_width));
+        let name = |module: &str| format!("layers.{layer}.mlp.{module}");
+        let (rows, most) = (self.all_rows(), self.most_tiles());
+        let bindings = self
+            .bind()
+            .scratch("h", hidden, &rows, Access::Read)
+            .scratch("shares", slots, &rows, Access::Read)
+            .scratch("order", slots, &rows, Access::Read)
+            .scratch("tiles", TILE_WORDS, &(0..most), Access::Read)
+            .experts(&name("switch_mlp.gate_proj"), rows.len())
+            .experts(&name("switch_mlp.up_proj"), rows.len())
+            .matrix(&name("shared_expert.gate_proj"))
+            .matrix(&name("shared_expert.up_proj"))
+            .scratch("middle", slots * width, &rows, Access::Write)
+            .list;
+        let grid = [width.div_ceil(TILE_OUTS / 2), most, 1];
+        self.launch("gate_up_rows", grid, TILE_THREADS, tile_memory(PAIR_ROWS), bindings);
+
+        let bindings = self
+            .bind()
+            .scratch("middle", slots * width, &rows, Access::Read)
+            .scratch("order", slots, &rows, Access::Read)
+            .scratch("tiles", TILE_WORDS, &(0..most), Access::Read)
+            .experts(&name("switch_mlp.down_proj"), rows.len())
+            .matrix(&name("shared_expert.down_proj"))
+            .scratch("spread", hidden * slots, &rows, Access::Write)
+            .list;
+        let grid = [hidden / TILE_OUTS, most, 1];
+        self.launch("down_rows", grid, TILE_THREADS, tile_memory(PAIR_ROWS), bindings);
+    }
+
+    /// Final norm and logits of the rows that are wanted; next tokens and positions.
+    pub fn head_rows(&mut self) {
+        let (hidden, vocab) = (self.config.hidden_size, self.config.vocab_size);
+        let mut wanted = 0;
+        let mut last = Vec::new();
+        for segment in 0..self.segments.len() {
+            let (rows, want) = (self.rows(segment), self.segments[segment].want);
+            let count = want.rows(rows.len());
+            if count > 0 {
+                self.norm("norm", rows.end - count, count, wanted);
+            }
+            wanted += count;
+            last.push(wanted);
+        }
+        if wanted > 0 {
+            let matrix = self.head_matrix();
+            let y = Contents::Logits;
+            self.matmul(Product {
+                rows: wanted,
+                x: "h",
+                cols: hidden,
+                matrix,
+                y,
+                outs: vocab,
+                width: vocab,
+                at: 0,
+                add: false,
+            });
+        }
+        for (segment, end) in last.into_iter().enumerate() {
+            if self.segments[segment].want == Want::Nothing {
+                self.advance(segment);
+            } else {
+                self.best(segment, end - 1);
+                self.next(segment);
+            }
+        }
+    }
+
+    /// The first of each group of logits in a row of them.
+    fn best(&mut self, segment: usize, row: usize) {
+        let (row_bytes, groups) = (self.config.vocab_size * F32, self.head_groups());
+        let to = segment..segment + 1;
+        let bindings = self
+            .bind()
+            .part(Contents::Logits, row * row_bytes..(row + 1) * row_bytes, Access::Read)
+            .scratch("best_logits", groups, &to, Access::Write)
+            .scratch("best_tokens", groups, &to, Access::Write)
+            .list;
+        let grid = [groups.div_ceil(HEAD_SIMDGROUPS), 1, 1];
+        self.launch("best", grid, HEAD_SIMDGROUPS * LANES, Vec::new(), bindings);
+    }
+
+    /// Moves the position of a segment of which no logits are wanted.
+    fn advance(&mut self, segment: usize) {
+        let tokens = self.segments[segment].tokens;
+        let bindings = self.bind().numbers(&[tokens]).position(segment, Access::ReadWrite).list;
+        self.launch("advance", [1, 1, 1], LANES, Vec::new(), bindings);
+    }
+}

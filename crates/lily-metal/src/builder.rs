@@ -1,0 +1,257 @@
+//! A plan in the making: buffers, what launches are bound to, stages.
+
+use std::collections::HashMap;
+use std::ops::Range;
+
+use lily_model::config::Config;
+use lily_model::manifest::Module;
+
+use crate::plan::{Access, Binding, Buffer, Contents, GROUP, KvType, Launch, PAGE, Plan, Segment, State};
+
+/// Bytes of a number.
+pub const F32: usize = 4;
+/// Positions that `attend_rows` takes at a time: `POSITIONS` of `attention.metal`. Pages are whole blocks.
+pub const POSITIONS: usize = 32;
+
+/// A plan in the making.
+pub struct Builder<'a> {
+    pub config: &'a Config,
+    pub segments: &'a [Segment],
+    pub kv: KvType,
+    modules: HashMap<String, Module>,
+    plan: Plan,
+    index: HashMap<(usize, Contents), usize>,
+    /// Which launches touched each buffer.
+    touched: Vec<Vec<Touched>>,
+}
+
+/// A part of a buffer that a launch reads or writes.
+struct Touched {
+    range: Range<usize>,
+    access: Access,
+    stage: usize,
+}
+
+/// What a launch is bound to, in the order of its argument table.
+pub struct Bindings<'b, 'a> {
+    pub builder: &'b mut Builder<'a>,
+    pub list: Vec<Binding>,
+}
+
+impl<'a> Builder<'a> {
+    /// Nothing yet.
+    pub fn new(config: &'a Config, modules: Vec<Module>, segments: &'a [Segment], kv: KvType) -> Self {
+        let modules = modules.into_iter().map(|module| (module.name.clone(), module)).collect();
+        let plan = Plan { buffers: Vec::new(), launches: Vec::new() };
+        Self { config, segments, modules, kv, plan, index: HashMap::new(), touched: Vec::new() }
+    }
+
+    /// The whole.
+    pub fn finish(self) -> Plan {
+        self.plan
+    }
+
+    /// The tokens of a segment among those of the step.
+    pub fn rows(&self, segment: usize) -> Range<usize> {
+        let first = self.segments[..segment].iter().map(|s| s.tokens).sum();
+        first..first + self.segments[segment].tokens
+    }
+
+    /// All tokens of the step.
+    pub fn all_rows(&self) -> Range<usize> {
+        0..self.segments.iter().map(|s| s.tokens).sum()
+    }
+
+    /// Bits of a matrix's codes.
+    pub fn bits(&self, name: &str) -> usize {
+        let affine = self.modules.get(name).and_then(|module| module.affine(self.config));
+        affine.map_or(0, |affine| affine.bits)
+    }
+
+    fn buffer(&mut self, segment: usize, contents: Contents, bytes: usize) -> usize {
+        let key = (segment, contents);
+        if let Some(&buffer) = self.index.get(&key) {
+            // A scratch buffer is as large as its largest use.
+            let known = &mut self.plan.buffers[buffer].bytes;
+            *known = bytes.max(*known);
+            return buffer;
+        }
+        self.plan.buffers.push(Buffer { contents: key.1.clone(), bytes, segment });
+        self.touched.push(Vec::new());
+        let buffer = self.plan.buffers.len() - 1;
+        self.index.insert(key, buffer);
+        buffer
+    }
+
+    pub fn bind(&mut self) -> Bindings<'_, 'a> {
+        Bindings { builder: self, list: Vec::new() }
+    }
+
+    /// Adds a launch; its stage follows from what it reads and writes.
+    pub fn launch(
+        &mut self,
+        kernel: &'static str,
+        grid: [usize; 3],
+        threads: usize,
+        threadgroup_memory: Vec<usize>,
+        bindings: Vec<Binding>,
+    ) {
+        let before = bindings.iter().flat_map(|b| {
+            let range = b.range();
+            self.touched[b.buffer].iter().filter(move |t| {
+                let apart = t.range.end <= range.start || range.end <= t.range.start;
+                !apart && (t.access.writes() || b.access.writes())
+            })
+        });
+        let stage = 1 + before.map(|t| t.stage).max().unwrap_or(0);
+        for b in &bindings {
+            self.touched[b.buffer].push(Touched { range: b.range(), access: b.access, stage });
+        }
+        self.plan.launches.push(Launch { kernel, grid, threads, threadgroup_memory, bindings, stage });
+    }
+}
+
+impl Bindings<'_, '_> {
+    /// A buffer of a segment of which `moved` bytes go to or come from memory.
+    fn of_segment(
+        mut self,
+        segment: usize,
+        contents: Contents,
+        bytes: usize,
+        access: Access,
+        moved: usize,
+    ) -> Self {
+        let buffer = self.builder.buffer(segment, contents, bytes);
+        let (bytes, length) = (moved as u64, bytes);
+        self.list.push(Binding { buffer, access, bytes, bytes_per_position: 0, offset: 0, length });
+        self
+    }
+
+    /// As [`Self::of_segment`], of one that all segments share.
+    fn moved(self, contents: Contents, bytes: usize, access: Access, moved: usize) -> Self {
+        self.of_segment(0, contents, bytes, access, moved)
+    }
+
+    /// A buffer that stays in the caches.
+    pub fn small(self, contents: Contents, bytes: usize, access: Access) -> Self {
+        self.moved(contents, bytes, access, 0)
+    }
+
+    /// As [`Self::small`], of a segment.
+    pub fn small_of(self, segment: usize, contents: Contents, bytes: usize, access: Access) -> Self {
+        self.of_segment(segment, contents, bytes, access, 0)
+    }
+
+    /// Words that the kernel gets from the plan.
+    pub fn numbers(self, numbers: &[usize]) -> Self {
+        let words: Vec<u32> = numbers.iter().map(|&n| n as u32).collect();
+        let bytes = words.len() * F32;
+        self.small(Contents::Numbers(words), bytes, Access::Read)
+    }
+
+    /// Bytes `range` of a buffer that stays in the caches; the launch is bound to their beginning.
+    pub fn part(mut self, contents: Contents, range: Range<usize>, access: Access) -> Self {
+        let buffer = self.builder.buffer(0, contents, range.end);
+        let (offset, length) = (range.start, range.len());
+        self.list.push(Binding { buffer, access, bytes: 0, bytes_per_position: 0, offset, length });
+        self
+    }
+
+    /// Rows of numbers of four bytes, `width` a row.
+    pub fn scratch(self, name: &'static str, width: usize, rows: &Range<usize>, access: Access) -> Self {
+        let row = width * F32;
+        self.part(Contents::Scratch(name), rows.start * row..rows.end * row, access)
+    }
+
+    /// The residual stream.
+    pub fn x(self, rows: &Range<usize>, access: Access) -> Self {
+        let width = self.builder.config.hidden_size;
+        self.scratch("x", width, rows, access)
+    }
+
+    /// Rows of queries in the type of the cache.
+    pub fn packed_queries(self, rows: &Range<usize>, access: Access) -> Self {
+        let row = self.builder.config.attention.query_width() * self.builder.kv.size();
+        self.part(Contents::Scratch("q"), rows.start * row..rows.end * row, access)
+    }
+
+    /// The tokens of a segment.
+    pub fn tokens(self, segment: usize, access: Access) -> Self {
+        let bytes = self.builder.segments[segment].tokens * F32;
+        self.small_of(segment, Contents::Token, bytes, access)
+    }
+
+    /// The position of a segment's sequence.
+    pub fn position(self, segment: usize, access: Access) -> Self {
+        self.small_of(segment, Contents::Position, F32, access)
+    }
+
+    /// State of a Gated DeltaNet layer.
+    pub fn state(
+        self,
+        segment: usize,
+        layer: usize,
+        state: State,
+        len: usize,
+        access: Access,
+        moved: usize,
+    ) -> Self {
+        self.of_segment(segment, Contents::State(layer, state), len * F32, access, moved * F32)
+    }
+
+    /// The pages of a segment's sequence.
+    pub fn pages(self, segment: usize) -> Self {
+        let pages = self.builder.segments[segment].capacity.div_ceil(PAGE);
+        self.small_of(segment, Contents::Pages, pages * F32, Access::Read)
+    }
+
+    /// Keys or values of a layer. The segment's positions are written, if `append`; the earlier ones are read, if `attend`.
+    pub fn cache(mut self, segment: usize, layer: usize, state: State, append: bool, attend: bool) -> Self {
+        let Segment { tokens, capacity, .. } = self.builder.segments[segment];
+        let position = self.builder.config.attention.kv_width() * self.builder.kv.size();
+        let length = capacity.next_multiple_of(PAGE) * position;
+        let buffer = self.builder.buffer(segment, Contents::State(layer, state), length);
+        let access = match (append, attend) {
+            (true, true) => Access::ReadWrite,
+            (true, false) => Access::Write,
+            _ => Access::Read,
+        };
+        let bytes = (tokens * position * usize::from(append)) as u64;
+        let bytes_per_position = (position * usize::from(attend)) as u64;
+        self.list.push(Binding { buffer, access, bytes, bytes_per_position, offset: 0, length });
+        self
+    }
+
+    /// Values of a module. A name that isn't one gives none, which the tests of the plan's sizes find.
+    fn elements(&self, name: &str) -> usize {
+        self.builder.modules.get(name).map_or(0, |module| module.elements() as usize)
+    }
+
+    /// A vector, which is read in full.
+    pub fn vector(self, name: &str) -> Self {
+        let bytes = self.elements(name) * F32;
+        self.moved(Contents::Vector(name.to_owned()), bytes, Access::Read, bytes)
+    }
+
+    /// Codes, scales and biases of a matrix that is read in full.
+    pub fn matrix(self, name: &str) -> Self {
+        self.rows_of(name, 1, 1)
+    }
+
+    /// Those of all routed experts' matrices, of which at most those that `tokens` tokens choose are read.
+    pub fn experts(self, name: &str, tokens: usize) -> Self {
+        let m = &self.builder.config.moe;
+        let (read, of) = ((tokens * m.experts_per_token).min(m.experts), m.experts);
+        self.rows_of(name, read, of)
+    }
+
+    /// Codes, scales and biases of a matrix of which `read` in `of` parts are read.
+    pub fn rows_of(self, name: &str, read: usize, of: usize) -> Self {
+        let codes = self.elements(name) * self.builder.bits(name) / 8;
+        let scales = self.elements(name) / GROUP * 2;
+        let part = |bytes: usize| bytes / of * read;
+        self.moved(Contents::Codes(name.to_owned()), codes, Access::Read, part(codes))
+            .moved(Contents::Scales(name.to_owned()), scales, Access::Read, part(scales))
+            .moved(Contents::Biases(name.to_owned()), scales, Access::Read, part(scales))
+    }
+}

@@ -1,0 +1,605 @@
+//! What each kernel should make of its buffers, by the CPU's functions.
+
+use std::collections::HashMap;
+
+use half::bf16;
+use lily_cpu::math::{l2_normalise, rms_norm, rotary, rotate, sigmoid, silu, softmax, softplus, top_k};
+use lily_cpu::reference::{L2_EPS, matvec};
+use lily_model::config::Config;
+use lily_model::matrix::Matrix;
+use lily_model::weights::{Attention, Expert, Gdn, Layer, Mixer, Weights};
+
+use crate::plan::{Contents, KvType, State};
+
+/// Pairs of token and slot in a tile.
+const PAIR_ROWS: usize = 32;
+/// Positions of a block.
+const POSITIONS: usize = 32;
+
+fn normed(x: &[f32], gains: &[f32], eps: f32) -> Vec<f32> {
+    let mut out = vec![0.0; x.len()];
+    rms_norm(x, gains, eps, &mut out);
+    out
+}
+
+fn add(x: &[f32], y: &[f32]) -> Vec<f32> {
+    x.iter().zip(y).map(|(x, y)| x + y).collect()
+}
+
+/// What is checked, and the values it should have; of words, the bits.
+pub type Expected = Vec<(Contents, Vec<f32>)>;
+
+fn scratch(name: &'static str, values: Vec<f32>) -> (Contents, Vec<f32>) {
+    (Contents::Scratch(name), values)
+}
+
+fn bits(word: usize) -> f32 {
+    f32::from_bits(word as u32)
+}
+
+/// Positions of a part: `part_length` of `attention.metal`.
+fn part_length(count: usize, parts: usize) -> usize {
+    count.div_ceil(parts).div_ceil(POSITIONS).max(2) * POSITIONS
+}
+
+/// A launch, and what is bound to it before it runs: of each buffer the part that it may touch.
+pub struct Launched<'a> {
+    /// Shapes.
+    pub config: &'a Config,
+    /// Weights.
+    pub weights: &'a Weights,
+    /// Which layer it is of.
+    pub layer: usize,
+    /// Of the segment, if it is one's.
+    pub position: usize,
+    /// Type of the cache.
+    pub kv: KvType,
+    /// Values; of words, the bits. A name stands for one buffer of the launch.
+    pub before: HashMap<Contents, Vec<f32>>,
+}
+
+impl Launched<'_> {
+    fn scratch(&self, name: &'static str) -> &[f32] {
+        self.before.get(&Contents::Scratch(name)).map_or(&[], Vec::as_slice)
+    }
+
+    /// Rows of a scratch buffer.
+    fn rows(&self, name: &'static str, width: usize) -> std::slice::ChunksExact<'_, f32> {
+        self.scratch(name).chunks_exact(width)
+    }
+
+    fn x(&self) -> std::slice::ChunksExact<'_, f32> {
+        self.rows("x", self.config.hidden_size)
+    }
+
+    fn state(&self, state: State) -> &[f32] {
+        self.before.get(&Contents::State(self.layer, state)).map_or(&[], Vec::as_slice)
+    }
+
+    fn numbers(&self) -> &[u32] {
+        let numbers = |c: &'_ Contents| matches!(c, Contents::Numbers(_));
+        match self.before.keys().find(|c| numbers(c)) {
+            Some(Contents::Numbers(words)) => words,
+            _ => &[],
+        }
+    }
+
+    /// Name of the only matrix, or vector, that is bound.
+    fn name(&self) -> &str {
+        let name = |c: &'_ Contents| matches!(c, Contents::Codes(_) | Contents::Vector(_));
+        match self.before.keys().find(|c| name(c)) {
+            Some(Contents::Codes(name) | Contents::Vector(name)) => name,
+            _ => "",
+        }
+    }
+
+    fn of_layer(&self) -> Option<&Layer> {
+        self.weights.layers.get(self.layer)
+    }
+
+    fn gdn(&self) -> Option<&Gdn> {
+        match &self.of_layer()?.mixer {
+            Mixer::Gdn(w) => Some(w),
+            Mixer::Attention(_) => None,
+        }
+    }
+
+    fn attention(&self) -> Option<&Attention> {
+        match &self.of_layer()?.mixer {
+            Mixer::Attention(w) => Some(w),
+            Mixer::Gdn(_) => None,
+        }
+    }
+
+    fn matrix(&self) -> Option<&Matrix> {
+        Some(match self.name().rsplit('.').next()? {
+            "embed_tokens" | "lm_head" => &self.weights.lm_head,
+            "in_proj_qkv" => &self.gdn()?.in_proj_qkv,
+            "in_proj_z" => &self.gdn()?.in_proj_z,
+            "in_proj_b" => &self.gdn()?.in_proj_b,
+            "in_proj_a" => &self.gdn()?.in_proj_a,
+            "out_proj" => &self.gdn()?.out_proj,
+            "q_proj" => &self.attention()?.q_proj,
+            "k_proj" => &self.attention()?.k_proj,
+            "v_proj" => &self.attention()?.v_proj,
+            "o_proj" => &self.attention()?.o_proj,
+            "gate" => &self.of_layer()?.moe.router,
+            "shared_expert_gate" => &self.of_layer()?.moe.shared_gate,
+            _ => return None,
+        })
+    }
+
+    /// What a kernel should make of the buffers; `None`: nobody has said, or they don't belong to it.
+    pub fn of(&self, kernel: &str) -> Option<Expected> {
+        Some(match kernel {
+            "embed" => self.embed(),
+            "project_gdn" => self.project_gdn()?,
+            "delta" => self.delta()?,
+            "keep_inputs" => self.keep_inputs(),
+            "norm_heads" => vec![scratch("gated", self.normed_heads())],
+            "out_gdn" => self.out(&self.gdn()?.out_proj, &self.normed_heads()),
+            "project_attention" => self.project_attention()?,
+            "append" => self.append()?,
+            "attend" => self.attend()?,
+            "attend_rows" => vec![scratch("parts", self.attended(self.scratch("q")))],
+            "combine" => self.combine(),
+            "out_attention" => self.out(&self.attention()?.o_proj, self.scratch("attended")),
+            "router" => self.router()?,
+            "gate_up" => self.gate_up()?,
+            "down" => self.down()?,
+            "norm_rows" => self.norm_rows()?,
+            "matmul" | "matmul_16" | "matmul_q8" | "matmul_few" => self.matmul()?,
+            "route" => self.route()?,
+            "sort_pairs" => self.sort_pairs()?,
+            "gate_up_rows" => self.gate_up_rows()?,
+            "down_rows" => self.down_rows()?,
+            "sum_slots" => self.sum_slots(),
+            "lm_head" => {
+                let (x, weights) = (self.scratch("x"), &self.weights);
+                let h = normed(x, &weights.norm, self.config.rms_norm_eps);
+                vec![(Contents::Logits, matvec(&weights.lm_head, &h))]
+            }
+            "best" => self.best(),
+            // Words, compared by the caller.
+            "finish" | "advance" => vec![],
+            _ => return None,
+        })
+    }
+
+    fn embed(&self) -> Expected {
+        let mut x = Vec::new();
+        for token in self.before.get(&Contents::Token).into_iter().flatten() {
+            let mut row = vec![0.0; self.config.hidden_size];
+            self.weights.embedding.read_row(token.to_bits() as usize, &mut row);
+            x.extend(row);
+        }
+        vec![scratch("x", x)]
+    }
+
+    fn normed_input(&self, gains: &[f32]) -> Vec<Vec<f32>> {
+        self.x().map(|x| normed(x, gains, self.config.rms_norm_eps)).collect()
+    }
+
+    fn input_norm(&self) -> &[f32] {
+        self.of_layer().map_or(&[], |layer| &layer.input_norm)
+    }
+
+    fn middle_norm(&self) -> &[f32] {
+        self.of_layer().map_or(&[], |layer| &layer.post_attention_norm)
+    }
+
+    fn norm_rows(&self) -> Option<Expected> {
+        let gains = match self.name().rsplit('.').next()? {
+            "input_layernorm" => self.input_norm(),
+            "post_attention_layernorm" => self.middle_norm(),
+            _ => &self.weights.norm,
+        };
+        Some(vec![scratch("h", self.normed_input(gains).concat())])
+    }
+
+    /// Of the buffers that may be one, the output is the one that isn't the input.
+    fn matmul(&self) -> Option<Expected> {
+        let &[rows, cols, outs, width, add] = self.numbers() else { return None };
+        let [rows, cols, outs, width] = [rows, cols, outs, width].map(|n| n as usize);
+        let matrix = self.matrix()?;
+        if (matrix.rows, matrix.cols) != (outs, cols) {
+            return None;
+        }
+        let input = ["h", "gated", "attended"].map(Contents::Scratch);
+        let input = input.iter().find(|c| self.before.contains_key(c))?;
+        let output =
+            |c: &&Contents| matches!(c, Contents::Logits) || matches!(c, Contents::Scratch(_)) && *c != input;
+        let output = self.before.keys().find(output)?;
+        let mut y = self.before[output].clone();
+        if y.len() != (rows - 1) * width + outs {
+            return None;
+        }
+        for (row, x) in self.before[input].chunks_exact(cols).enumerate() {
+            for (y, new) in y[row * width..].iter_mut().zip(matvec(matrix, x)) {
+                *y = if add == 1 { *y + new } else { new };
+            }
+        }
+        Some(vec![(output.clone(), y)])
+    }
+
+    fn out(&self, matrix: &Matrix, y: &[f32]) -> Expected {
+        vec![scratch("x", add(self.scratch("x"), &matvec(matrix, y)))]
+    }
+
+    fn project_gdn(&self) -> Option<Expected> {
+        let (w, h) = (self.gdn()?, &self.normed_input(self.input_norm())[0]);
+        Some(vec![
+            scratch("qkv", matvec(&w.in_proj_qkv, h)),
+            scratch("z", matvec(&w.in_proj_z, h)),
+            scratch("b", matvec(&w.in_proj_b, h)),
+            scratch("a", matvec(&w.in_proj_a, h)),
+        ])
+    }
+
+    /// The ring behind a launch that keeps all inputs.
+    fn kept(&self) -> Vec<f32> {
+        let g = &self.config.gdn;
+        let channels = g.conv_channels();
+        let mut ring = self.state(State::Conv).to_vec();
+        for (row, inputs) in self.rows("qkv", channels).enumerate() {
+            let slot = (self.position + row) % g.conv_kernel * channels;
+            ring[slot..slot + channels].copy_from_slice(inputs);
+        }
+        ring
+    }
+
+    fn keep_inputs(&self) -> Expected {
+        vec![(Contents::State(self.layer, State::Conv), self.kept())]
+    }
+
+    /// Convolved inputs of a row.
+    fn convolved(&self, w: &Gdn, row: usize) -> Vec<f32> {
+        let g = &self.config.gdn;
+        let (channels, taps) = (g.conv_channels(), g.conv_kernel);
+        let (new, ring) = (self.scratch("qkv"), self.state(State::Conv));
+        let input = |ch: usize, j: usize| match (row + 1 + j).checked_sub(taps) {
+            Some(row) => new[row * channels + ch],
+            None => ring[(self.position + row + 1 + j) % taps * channels + ch],
+        };
+        let sum = |ch: usize| silu((0..taps).map(|j| w.conv[ch * taps + j] * input(ch, j)).sum());
+        (0..channels).map(sum).collect()
+    }
+
+    fn delta(&self) -> Option<Expected> {
+        let (w, g) = (self.gdn()?, &self.config.gdn);
+        let (dk, dv, heads) = (g.key_dim, g.value_dim, g.value_heads);
+        let key_width = g.key_heads * dk;
+        let mut state = self.state(State::Recurrent).to_vec();
+        let (mut gated, mut squares) = (Vec::new(), Vec::new());
+        for (row, z) in self.rows("z", g.value_width()).enumerate() {
+            let u = self.convolved(w, row);
+            for head in 0..heads {
+                let key_head = head / (heads / g.key_heads);
+                let mut q = u[key_head * dk..][..dk].to_vec();
+                let mut k = u[key_width + key_head * dk..][..dk].to_vec();
+                l2_normalise(&mut q, L2_EPS, (dk as f32).powf(-0.5));
+                l2_normalise(&mut k, L2_EPS, 1.0);
+                let a = self.scratch("a")[row * heads + head];
+                let alpha = (-w.a_log[head].exp() * softplus(a + w.dt_bias[head])).exp();
+                let beta = sigmoid(self.scratch("b")[row * heads + head]);
+                let mut o = vec![0.0; dv];
+                for (column, o) in o.iter_mut().enumerate() {
+                    let s = &mut state[head * dk * dv..];
+                    let decayed: Vec<f32> = (0..dk).map(|i| alpha * s[i * dv + column]).collect();
+                    let known: f32 = decayed.iter().zip(&k).map(|(s, k)| s * k).sum();
+                    let error = beta * (u[2 * key_width + head * dv + column] - known);
+                    for i in 0..dk {
+                        s[i * dv + column] = decayed[i] + k[i] * error;
+                        *o += s[i * dv + column] * q[i];
+                    }
+                }
+                let z = &z[head * dv..][..dv];
+                gated.extend(o.iter().zip(&w.norm).zip(z).map(|((o, g), z)| o * g * silu(*z)));
+                squares.extend(o.chunks_exact(32).map(|o| o.iter().map(|o| o * o).sum::<f32>()));
+            }
+        }
+        // One token's inputs go into the ring.
+        let one = self.scratch("qkv").len() == g.conv_channels();
+        let ring = if one { self.kept() } else { self.state(State::Conv).to_vec() };
+        Some(vec![
+            (Contents::State(self.layer, State::Conv), ring),
+            (Contents::State(self.layer, State::Recurrent), state),
+            scratch("gated", gated),
+            scratch("squares", squares),
+        ])
+    }
+
+    fn normed_heads(&self) -> Vec<f32> {
+        let (g, eps) = (&self.config.gdn, self.config.rms_norm_eps);
+        let heads = self.scratch("gated").chunks_exact(g.value_dim);
+        let factor = |s: &[f32]| 1.0 / (s.iter().sum::<f32>() / g.value_dim as f32 + eps).sqrt();
+        let factors = self.scratch("squares").chunks_exact(g.value_dim / 32).map(factor);
+        heads.zip(factors).flat_map(|(o, f)| o.iter().map(move |o| o * f)).collect()
+    }
+
+    fn project_attention(&self) -> Option<Expected> {
+        let (w, h) = (self.attention()?, &self.normed_input(self.input_norm())[0]);
+        Some(vec![
+            scratch("queries", matvec(&w.q_proj, h)),
+            scratch("new_keys", matvec(&w.k_proj, h)),
+            scratch("new_values", matvec(&w.v_proj, h)),
+        ])
+    }
+
+    /// As the cache holds a number.
+    fn rounded(&self, x: f32) -> f32 {
+        if self.kv == KvType::Bf16 { bf16::from_f32(x).to_f32() } else { x }
+    }
+
+    /// A head, normed and rotated.
+    fn turned(&self, head: &[f32], gains: &[f32], row: usize) -> Vec<f32> {
+        let (c, a) = (&self.config, &self.config.attention);
+        let mut angles = vec![(0.0, 0.0); a.rotary_dim / 2];
+        rotary((self.position + row) as u32, a.rope_theta, &mut angles);
+        let mut head = normed(head, gains, c.rms_norm_eps);
+        rotate(&mut head, &angles);
+        head
+    }
+
+    /// Queries, normed, rotated and scaled.
+    fn q(&self) -> Option<Vec<f32>> {
+        let (a, q_norm) = (&self.config.attention, &self.attention()?.q_norm);
+        let row = |(row, queries): (usize, &[f32])| {
+            let heads = queries.chunks_exact(2 * a.head_dim);
+            let turned = heads.flat_map(|qg| self.turned(&qg[..a.head_dim], q_norm, row));
+            turned.collect::<Vec<_>>()
+        };
+        let q = self.rows("queries", 2 * a.query_width()).enumerate().flat_map(row);
+        Some(q.map(|q| q * (a.head_dim as f32).powf(-0.5)).collect())
+    }
+
+    /// Keys and values with the new ones.
+    fn appended(&self) -> Option<[Vec<f32>; 2]> {
+        let (a, k_norm) = (&self.config.attention, &self.attention()?.k_norm);
+        let mut keys = self.state(State::Keys).to_vec();
+        let mut values = self.state(State::Values).to_vec();
+        let new = self.rows("new_keys", a.kv_width()).zip(self.rows("new_values", a.kv_width()));
+        for (row, (new_keys, new_values)) in new.enumerate() {
+            let at = (self.position + row) * a.kv_width();
+            let heads = new_keys.chunks_exact(a.head_dim);
+            let turned = heads.flat_map(|k| self.turned(k, k_norm, row));
+            keys[at..].iter_mut().zip(turned).for_each(|(to, k)| *to = self.rounded(k));
+            values[at..].iter_mut().zip(new_values).for_each(|(to, v)| *to = self.rounded(*v));
+        }
+        Some([keys, values])
+    }
+
+    fn append(&self) -> Option<Expected> {
+        let a = &self.config.attention;
+        let q = self.q()?.into_iter().map(|q| self.rounded(q)).collect();
+        let [mut keys, mut values] = self.appended()?;
+        let end = self.position + self.scratch("new_keys").len() / a.kv_width();
+        let behind = end * a.kv_width()..end.next_multiple_of(POSITIONS) * a.kv_width();
+        keys[behind.clone()].fill(0.0);
+        values[behind].fill(0.0);
+        Some(vec![
+            scratch("q", q),
+            (Contents::State(self.layer, State::Keys), keys),
+            (Contents::State(self.layer, State::Values), values),
+        ])
+    }
+
+    /// The cache behind the launch, and the attended values before the gate.
+    fn attend(&self) -> Option<Expected> {
+        let [keys, values] = self.appended()?;
+        let keys = (Contents::State(self.layer, State::Keys), keys);
+        let values = (Contents::State(self.layer, State::Values), values);
+        let mut before = self.before.clone();
+        before.extend([keys.clone(), values.clone()]);
+        let appended = Launched { before, ..*self };
+        // Checked behind a merge of the parts.
+        Some(vec![scratch("parts", appended.attended(&self.q()?)), keys, values])
+    }
+
+    /// Attended values of queries, before the gate, `[rows, heads, head_dim]`. In f64: contexts are long.
+    fn attended(&self, q: &[f32]) -> Vec<f32> {
+        let a = &self.config.attention;
+        let d = a.head_dim;
+        let mut out = Vec::new();
+        for (i, q) in q.chunks_exact(d).enumerate() {
+            let (at, kv_head) = (self.position + i / a.heads, i % a.heads / (a.heads / a.kv_heads));
+            let of = |state, t: usize| &self.state(state)[(t * a.kv_heads + kv_head) * d..][..d];
+            let dot = |k: &[f32]| q.iter().zip(k).map(|(q, k)| f64::from(*q) * f64::from(*k)).sum::<f64>();
+            let scores: Vec<f64> = (0..=at).map(|t| dot(of(State::Keys, t))).collect();
+            let top = scores.iter().fold(f64::NEG_INFINITY, |m, s| m.max(*s));
+            let (mut total, mut o) = (0.0, vec![0.0; d]);
+            for (t, score) in scores.iter().enumerate() {
+                let p = (score - top).exp();
+                total += p;
+                o.iter_mut().zip(of(State::Values, t)).for_each(|(o, v)| *o += p * f64::from(*v));
+            }
+            out.extend(o.iter().map(|o| (o / total) as f32));
+        }
+        out
+    }
+
+    /// Parts and their weights, merged, `[rows, heads, head_dim]`.
+    pub fn merged(&self, parts: &[f32], weights: &[f32]) -> Vec<f32> {
+        let a = &self.config.attention;
+        let (d, most) = (a.head_dim, weights.len() / (2 * self.tokens() * a.heads));
+        let count = self.position + self.tokens();
+        let used = count.div_ceil(part_length(count, most));
+        let mut out = Vec::new();
+        for (parts, weights) in parts.chunks_exact(most * d).zip(weights.chunks_exact(2 * most)) {
+            let (weights, _) = weights[..2 * used].as_chunks::<2>();
+            let top = weights.iter().fold(f32::NEG_INFINITY, |m, [top, _]| m.max(*top));
+            let total: f32 = weights.iter().map(|[at, sum]| (at - top).exp() * sum).sum();
+            let dim = |i: usize| {
+                let part = |(p, [at, _]): (usize, &[f32; 2])| (at - top).exp() * parts[p * d + i];
+                weights.iter().enumerate().map(part).sum::<f32>() / total
+            };
+            out.extend((0..d).map(dim));
+        }
+        out
+    }
+
+    /// Tokens of the segment of an attention launch.
+    fn tokens(&self) -> usize {
+        let width = self.config.attention.query_width();
+        let of = |name, width: usize| self.before.get(&Contents::Scratch(name)).map(|v| v.len() / width);
+        of("q", width).or(of("queries", 2 * width)).unwrap_or(1)
+    }
+
+    fn combine(&self) -> Expected {
+        let d = self.config.attention.head_dim;
+        let merged = self.merged(self.scratch("parts"), self.scratch("weights"));
+        let heads = self.rows("queries", 2 * d).zip(merged.chunks_exact(d));
+        let gated = heads.flat_map(|(qg, o)| o.iter().zip(&qg[d..]).map(|(o, g)| o * sigmoid(*g)));
+        vec![scratch("attended", gated.collect())]
+    }
+
+    fn router(&self) -> Option<Expected> {
+        let moe = &self.of_layer()?.moe;
+        let logits = |h: &Vec<f32>| [matvec(&moe.router, h), matvec(&moe.shared_gate, h)].concat();
+        let rows = self.normed_input(self.middle_norm());
+        Some(vec![scratch("router_logits", rows.iter().flat_map(logits).collect())])
+    }
+
+    /// Experts and their weights, by the router's logits of each row.
+    fn routes(&self) -> Vec<(Vec<usize>, Vec<f32>)> {
+        let m = &self.config.moe;
+        let route = |logits: &[f32]| {
+            // By the logits: two that differ may have equal probabilities.
+            let mut chosen = vec![0; m.experts_per_token];
+            top_k(&logits[..m.experts], &mut chosen);
+            let mut p = logits[..m.experts].to_vec();
+            softmax(&mut p);
+            let total: f32 = chosen.iter().map(|&e| p[e]).sum();
+            let weights = chosen.iter().map(|&e| p[e] / total).chain([sigmoid(logits[m.experts])]);
+            let weights = weights.collect();
+            (chosen, weights)
+        };
+        self.rows("router_logits", m.experts + 1).map(route).collect()
+    }
+
+    /// An expert by its number; behind the routed ones, the shared one.
+    fn expert(&self, number: usize) -> Option<&Expert> {
+        let moe = &self.of_layer()?.moe;
+        Some(moe.experts.get(number).unwrap_or(&moe.shared))
+    }
+
+    /// Values between gate/up and down of one slot.
+    fn middle_width(&self) -> usize {
+        let m = &self.config.moe;
+        m.expert_width.max(m.shared_width)
+    }
+
+    fn gate_up(&self) -> Option<Expected> {
+        let (m, width) = (&self.config.moe, self.middle_width());
+        let (mut middle, mut all) = (self.scratch("middle").to_vec(), Vec::new());
+        let mut slots = middle.chunks_exact_mut(width);
+        for (h, (chosen, weights)) in self.normed_input(self.middle_norm()).iter().zip(self.routes()) {
+            for (&expert, weight) in chosen.iter().chain([&m.experts]).zip(weights) {
+                swiglu(self.expert(expert)?, h, weight, slots.next()?);
+            }
+            all.extend(chosen.into_iter().map(bits));
+        }
+        Some(vec![scratch("middle", middle), scratch("chosen", all)])
+    }
+
+    fn down(&self) -> Option<Expected> {
+        let (c, width, k) = (&self.config, self.middle_width(), self.config.moe.experts_per_token);
+        let mut x = Vec::new();
+        let middles = self.rows("middle", (k + 1) * width).zip(self.rows("chosen", k));
+        for (row, (middles, chosen)) in self.x().zip(middles) {
+            let experts = chosen.iter().map(|e| e.to_bits() as usize).chain([c.moe.experts]);
+            let mut row = row.to_vec();
+            for (expert, middle) in experts.zip(middles.chunks_exact(width)) {
+                let down = &self.expert(expert)?.down;
+                row = add(&row, &matvec(down, &middle[..down.cols]));
+            }
+            x.extend(row);
+        }
+        Some(vec![scratch("x", x)])
+    }
+
+    fn route(&self) -> Option<Expected> {
+        let experts = self.config.moe.experts;
+        let (chosen, weights): (Vec<_>, Vec<_>) = self.routes().into_iter().unzip();
+        let chosen = chosen.into_iter().flat_map(|c| c.into_iter().chain([experts])).map(bits).collect();
+        Some(vec![scratch("chosen", chosen), scratch("shares", weights.concat())])
+    }
+
+    fn sort_pairs(&self) -> Option<Expected> {
+        let expert = |&pair: &usize| self.scratch("chosen")[pair].to_bits();
+        let mut order: Vec<usize> = (0..self.scratch("chosen").len()).collect();
+        order.sort_by_key(expert);
+        let mut tiles = self.scratch("tiles").to_vec();
+        let (places, _) = tiles.as_chunks_mut::<3>();
+        places.iter_mut().for_each(|[expert, ..]| *expert = f32::from_bits(u32::MAX));
+        let mut places = places.iter_mut();
+        let mut first = 0;
+        for pairs in order.chunk_by(|a, b| expert(a) == expert(b)) {
+            for tile in pairs.chunks(PAIR_ROWS) {
+                let place = places.next()?;
+                *place = [f32::from_bits(expert(&tile[0])), bits(first), bits(tile.len())];
+                first += tile.len();
+            }
+        }
+        Some(vec![scratch("order", order.into_iter().map(bits).collect()), scratch("tiles", tiles)])
+    }
+
+    /// Each pair, by its tile: the pair and its expert; `None`: the tiles don't have all of them.
+    fn pairs(&self) -> Option<Vec<(usize, usize)>> {
+        let (mut out, order) = (Vec::new(), self.scratch("order"));
+        for tile in self.scratch("tiles").as_chunks::<3>().0 {
+            let [expert, first, count] = tile.map(|w| w.to_bits() as usize);
+            if expert != u32::MAX as usize {
+                let pairs = order.get(first..first.checked_add(count)?)?.iter().map(|p| p.to_bits() as usize);
+                out.extend(pairs.map(|pair| (pair, expert)));
+            }
+        }
+        (out.len() == order.len() && out.iter().all(|&(pair, _)| pair < order.len())).then_some(out)
+    }
+
+    fn gate_up_rows(&self) -> Option<Expected> {
+        let (width, slots) = (self.middle_width(), self.config.moe.experts_per_token + 1);
+        let mut middle = self.scratch("middle").to_vec();
+        let h: Vec<&[f32]> = self.rows("h", self.config.hidden_size).collect();
+        for (pair, expert) in self.pairs()? {
+            let to = &mut middle[pair * width..(pair + 1) * width];
+            swiglu(self.expert(expert)?, h[pair / slots], self.scratch("shares")[pair], to);
+        }
+        Some(vec![scratch("middle", middle)])
+    }
+
+    fn down_rows(&self) -> Option<Expected> {
+        let (width, hidden) = (self.middle_width(), self.config.hidden_size);
+        let mut spread = vec![0.0; self.scratch("spread").len()];
+        for (pair, expert) in self.pairs()? {
+            let down = &self.expert(expert)?.down;
+            let y = matvec(down, &self.scratch("middle")[pair * width..][..down.cols]);
+            spread[pair * hidden..][..hidden].copy_from_slice(&y);
+        }
+        Some(vec![scratch("spread", spread)])
+    }
+
+    fn sum_slots(&self) -> Expected {
+        let (hidden, k) = (self.config.hidden_size, self.config.moe.experts_per_token);
+        let rows = self.x().zip(self.rows("spread", (k + 1) * hidden));
+        let sum =
+            |(x, slots): (&[f32], &[f32])| slots.chunks_exact(hidden).fold(x.to_vec(), |x, y| add(&x, y));
+        vec![scratch("x", rows.flat_map(sum).collect())]
+    }
+
+    fn best(&self) -> Expected {
+        let logits = self.before.get(&Contents::Logits).map_or(&[][..], Vec::as_slice);
+        let first = |(block, logits): (usize, &[f32])| {
+            let best = lily_model::sample::argmax(logits) as usize;
+            (logits[best], bits(block * 32 + best))
+        };
+        let (logits, tokens) = logits.chunks(32).enumerate().map(first).unzip();
+        vec![scratch("best_logits", logits), scratch("best_tokens", tokens)]
+    }
+}
+
+/// `weight * silu(gate h) * (up h)`, into the first values of `to`.
+fn swiglu(expert: &Expert, h: &[f32], weight: f32, to: &mut [f32]) {
+    let pairs = matvec(&expert.gate, h).into_iter().zip(matvec(&expert.up, h));
+    to.iter_mut().zip(pairs).for_each(|(to, (g, u))| *to = weight * silu(g) * u);
+}
