@@ -5,10 +5,11 @@ use std::fs;
 use std::io::{self, Write};
 use std::thread::available_parallelism;
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, bail};
 use lily_cpu::Isa;
 use lily_cuda::driver::{Context, DriverError};
 use lily_metal::KvType;
+use lily_metal::selftest::Report;
 
 use crate::args::{Doctor, Global};
 use crate::source::Source;
@@ -19,13 +20,22 @@ pub fn doctor(args: &Doctor, global: &Global) -> Result<()> {
         let text = lily_metal::source::source(&Source::new(global)?.config()?, KvType::Bf16);
         return fs::write(file, text).with_context(|| file.display().to_string());
     }
+    // First, since it may be refused.
+    let report = if args.metal_selftest { Some(metal::selftest(global)?) } else { None };
     let mut out = io::stdout().lock();
     writeln!(out, "lily {} for {OS} on {ARCH}", env!("CARGO_PKG_VERSION"))?;
     let threads = available_parallelism().map_or(1, usize::from);
     writeln!(out, "cpu: {}, {threads} threads", Isa::detect().name())?;
     write_cuda(&mut out)?;
     metal::write(&mut out)?;
-    if args.metal_selftest { metal::selftest(&mut out, global) } else { Ok(()) }
+    let Some(report) = report else { return Ok(()) };
+    writeln!(out, "\n{report}")?;
+    if !report.passed() {
+        bail!(
+            "the Metal kernels do not compute what they should on this machine: please report it with all of the above, and use --device cpu until then"
+        );
+    }
+    Ok(writeln!(out, "\nall kernels passed")?)
 }
 
 /// Every NVIDIA GPU, or why there is none.
@@ -51,7 +61,6 @@ fn write_cuda(out: &mut impl Write) -> io::Result<()> {
 
 #[cfg(target_vendor = "apple")]
 mod metal {
-    use anyhow::bail;
     use lily_metal::device::Device;
     use lily_metal::selftest;
     use lily_model::load::load_weights;
@@ -72,25 +81,16 @@ mod metal {
     }
 
     /// Runs every kernel against the CPU.
-    pub fn selftest(out: &mut impl Write, global: &Global) -> Result<()> {
+    pub fn selftest(global: &Global) -> Result<Report> {
         let source = Source::new(global)?;
         let config = source.config()?;
         let weights = load_weights(&source.files, &config)?;
-        let report = selftest::run(&mut device()?, &config, &weights, KvType::Bf16)?;
-        writeln!(out, "\n{report}  weights: {}", source.name)?;
-        if !report.passed() {
-            bail!(
-                "the Metal kernels do not compute what they should on this machine: please report it with all of the above, and use --device cpu until then"
-            );
-        }
-        Ok(writeln!(out, "\nall kernels passed")?)
+        Ok(selftest::run(&mut device()?, &config, &weights, KvType::Bf16)?)
     }
 }
 
 #[cfg(not(target_vendor = "apple"))]
 mod metal {
-    use anyhow::bail;
-
     use super::*;
     use crate::args::UsageError;
 
@@ -98,7 +98,7 @@ mod metal {
         writeln!(out, "metal: only on Macs")
     }
 
-    pub fn selftest(_: &mut impl Write, _: &Global) -> Result<()> {
+    pub fn selftest(_: &Global) -> Result<Report> {
         bail!(UsageError(
             "--metal-selftest is for Macs: this program was built for another system".to_owned()
         ));

@@ -80,7 +80,7 @@ fn kernels_are_summed_up() {
     let args = ["inspect", "--preset", "35b-a3b", "--device", "metal", "--ctx-size", "4096"];
     let table = output(&args);
     let table = stdout(&table);
-    assert!(table.contains("us at 614 GB/s (M5 Max)"), "{table}");
+    let (_, table) = table.split_once("us at 614 GB/s (M5 Max)").unwrap();
     let row = |kernel: &str| -> Vec<String> {
         let line = table.lines().find(|line| line.trim_start().starts_with(&format!("{kernel} "))).unwrap();
         line.split_whitespace().map(|word| word.replace(',', "")).collect()
