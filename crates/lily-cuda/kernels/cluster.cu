@@ -43,13 +43,6 @@ __device__ __forceinline__ void store_peer(u32 address, float x) {
     asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
 #endif
 }
-// Between reads and writes of shared memory by threads and a bulk copy to the same place.
-__device__ __forceinline__ void copy_fence() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-}
-
 // Tiles [first, first + count) of the inputs of 4 NT tokens as fragments: [tile][token], zeros for tokens behind `tokens`. The
 // sums of squares of the inputs go to squares[rank][token] of all blocks of the cluster.
 template <int NT>
@@ -241,7 +234,7 @@ template <int FORM, int NT> __device__ __forceinline__ void product(const Matrix
         if (!may_send) cluster_wait();
         cluster_arrive();
         cluster_wait();
-        copy_fence();
+        proxy_fence();
         fetch(round + 2);
         if (round == 0) {
             if (tid < T) {

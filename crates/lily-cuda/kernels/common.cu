@@ -548,6 +548,12 @@ __device__ __forceinline__ void barrier_wait(u64* bar, u32 parity) {
                      : "=r"(done) : "r"(shared_address(bar)), "r"(parity) : "memory");
 #endif
 }
+// Reads of and writes to shared memory so far come before bulk copies behind it.
+__device__ __forceinline__ void proxy_fence() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
 // Weights are read once a step: the first to leave the L2 cache, which holds what kernels pass on to each other.
 __device__ __forceinline__ void bulk_copy(void* to, const void* from, u32 bytes, u64* bar) {
 #if __CUDA_ARCH__ >= 900

@@ -140,12 +140,6 @@ extern "C" __device__ u32 token_sizes[2] = {sizeof(Shared), AT_STATS + HEADS * S
 
 // --- synchronisation ---
 
-// Reads of and writes to shared memory so far come before bulk copies behind it.
-__device__ __forceinline__ void proxy_fence() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-}
 __device__ __forceinline__ void consumer_sync() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
 
 // --- packets ---
