@@ -253,21 +253,10 @@ impl Context {
             pad: [0; 4],
             value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
         };
-        let [x, y, z] = shape.grid;
-        let config = sys::CUlaunchConfig {
-            gridDimX: x,
-            gridDimY: y,
-            gridDimZ: z,
-            blockDimX: shape.threads,
-            blockDimY: 1,
-            blockDimZ: 1,
-            sharedMemBytes: shape.shared,
-            hStream: stream,
-            attrs: &mut attribute,
-            numAttrs: u32::from(shape.overlap && self.capability >= 90),
-        };
+        let overlap = shape.overlap && self.capability >= 90;
+        let config = shape.config(stream, &mut attribute, u32::from(overlap));
         let mut pointers = args.pointers();
-        // SAFETY: `pointers` lead to one value per parameter of the kernel, as the callers in `forward` and `decode`
+        // SAFETY: `pointers` lead to one value per parameter of the kernel, as the callers in `forward` and `token`
         // write them in the kernel's order; the driver copies them during the call.
         let result =
             unsafe { sys::cuLaunchKernelEx(&config, function.0, pointers.as_mut_ptr(), ptr::null_mut()) };
@@ -285,19 +274,7 @@ impl Context {
                 clusterDim: sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: size, y: 1, z: 1 },
             },
         };
-        let [x, y, z] = shape.grid;
-        let config = sys::CUlaunchConfig {
-            gridDimX: x,
-            gridDimY: y,
-            gridDimZ: z,
-            blockDimX: shape.threads,
-            blockDimY: 1,
-            blockDimZ: 1,
-            sharedMemBytes: shape.shared,
-            hStream: stream,
-            attrs: &mut attribute,
-            numAttrs: 1,
-        };
+        let config = shape.config(stream, &mut attribute, 1);
         let mut n = 0;
         // SAFETY: the out-pointer, the function and the configuration are valid.
         let result = unsafe { sys::cuOccupancyMaxActiveClusters(&mut n, function.0, &config) };
@@ -381,6 +358,30 @@ pub struct Shape {
     pub shared: u32,
     /// May begin before its predecessor has ended.
     pub overlap: bool,
+}
+
+impl Shape {
+    /// As the driver takes it, with the first `attributes` of those that `attrs` leads to.
+    fn config(
+        self,
+        stream: sys::CUstream,
+        attrs: *mut sys::CUlaunchAttribute,
+        attributes: u32,
+    ) -> sys::CUlaunchConfig {
+        let [x, y, z] = self.grid;
+        sys::CUlaunchConfig {
+            gridDimX: x,
+            gridDimY: y,
+            gridDimZ: z,
+            blockDimX: self.threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: self.shared,
+            hStream: stream,
+            attrs,
+            numAttrs: attributes,
+        }
+    }
 }
 
 /// Device memory.
