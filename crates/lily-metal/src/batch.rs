@@ -213,17 +213,10 @@ impl Builder<'_> {
     /// Norms and rotation of a segment's queries and keys; keys and values go into the cache.
     fn append(&mut self, segment: usize, layer: usize) {
         let a = &self.config.attention;
-        let (kv_width, d, rows) = (a.kv_width(), a.head_dim, self.rows(segment));
-        let name = |module: &str| format!("layers.{layer}.self_attn.{module}");
+        let (d, rows) = (a.head_dim, self.rows(segment));
         let bindings = self
             .bind()
-            .scratch("queries", 2 * a.query_width(), &rows, Access::Read)
-            .scratch("new_keys", kv_width, &rows, Access::Read)
-            .scratch("new_values", kv_width, &rows, Access::Read)
-            .vector(&name("q_norm"))
-            .vector(&name("k_norm"))
-            .small(Contents::Turns, a.rotary_dim / 2 * 8, Access::Read)
-            .position(segment, Access::Read)
+            .heads(segment, layer, &rows)
             .numbers(&[rows.len()])
             .packed_queries(&rows, Access::Write)
             .cache(segment, layer, State::Keys, true, false)

@@ -205,6 +205,19 @@ impl Bindings<'_, '_> {
         self.small_of(segment, Contents::Pages, pages * F32, Access::Read)
     }
 
+    /// What norms and rotation of a segment's heads read: projections, gains, angles and the position.
+    pub fn heads(self, segment: usize, layer: usize, rows: &Range<usize>) -> Self {
+        let a = &self.builder.config.attention;
+        let (query_width, kv_width, turns) = (a.query_width(), a.kv_width(), a.rotary_dim / 2 * 8);
+        self.scratch("queries", 2 * query_width, rows, Access::Read)
+            .scratch("new_keys", kv_width, rows, Access::Read)
+            .scratch("new_values", kv_width, rows, Access::Read)
+            .vector(&format!("layers.{layer}.self_attn.q_norm"))
+            .vector(&format!("layers.{layer}.self_attn.k_norm"))
+            .small(Contents::Turns, turns, Access::Read)
+            .position(segment, Access::Read)
+    }
+
     /// Keys or values of a layer. The segment's positions are written, if `append`; the earlier ones are read, if `attend`.
     pub fn cache(mut self, segment: usize, layer: usize, state: State, append: bool, attend: bool) -> Self {
         let Segment { tokens, capacity, .. } = self.builder.segments[segment];

@@ -142,18 +142,10 @@ impl Builder<'_> {
     /// Attention of the one token of a segment.
     pub fn attend(&mut self, segment: usize, layer: usize) {
         let a = &self.config.attention;
-        let (kv_width, d) = (a.kv_width(), a.head_dim);
-        let name = |module: &str| format!("layers.{layer}.self_attn.{module}");
-        let rows = self.rows(segment);
+        let (d, rows) = (a.head_dim, self.rows(segment));
         let bindings = self
             .bind()
-            .scratch("queries", 2 * a.query_width(), &rows, Access::Read)
-            .scratch("new_keys", kv_width, &rows, Access::Read)
-            .scratch("new_values", kv_width, &rows, Access::Read)
-            .vector(&name("q_norm"))
-            .vector(&name("k_norm"))
-            .small(Contents::Turns, a.rotary_dim / 2 * 8, Access::Read)
-            .position(segment, Access::Read)
+            .heads(segment, layer, &rows)
             .cache(segment, layer, State::Keys, true, true)
             .cache(segment, layer, State::Values, true, true)
             .parts(segment, Access::Write)
