@@ -11,6 +11,7 @@ use common::model::{Model, folder};
 use lily_engine::output::Delta;
 use lily_engine::request::{Event, Finished, Request, Sampling};
 use lily_engine::scheduler::{Engine, Generation, Options};
+use lily_engine::testing::greedy;
 use lily_metal::{KvType, MetalBackend};
 use lily_model::files::ModelFiles;
 use lily_model::tokenizer::Tokenizer;
@@ -51,18 +52,7 @@ fn engine() -> Engine {
 
 /// With log-probabilities tokens are reported, and the host draws them; without, the kernels do.
 fn request(prompt: Vec<u32>, tokens: u32, logprobs: Option<u32>) -> Request {
-    let sampling = Sampling {
-        temperature: 0.0,
-        top_k: 0,
-        top_p: 1.0,
-        min_p: 0.0,
-        repetition_penalty: 1.0,
-        presence_penalty: 0.0,
-        frequency_penalty: 0.0,
-        logit_bias: Arc::new([]),
-        seed: None,
-        logprobs,
-    };
+    let sampling = Sampling { logprobs, ..greedy() };
     Request { max_tokens: Some(tokens), ignore_eos: true, ..Request::raw(prompt, sampling) }
 }
 
