@@ -3,16 +3,16 @@
 use std::collections::HashMap;
 
 use half::bf16;
-use lily_cpu::math::{l2_normalise, rms_norm, rotary, rotate, sigmoid, silu, softmax, softplus, top_k};
+use lily_cpu::math::{l2_normalise, rms_norm, rotary, rotate, sigmoid, silu, softplus};
 use lily_cpu::reference::{L2_EPS, matvec};
 use lily_model::config::Config;
 use lily_model::matrix::Matrix;
-use lily_model::weights::{Attention, Expert, Gdn, Layer, Mixer, Weights};
+use lily_model::weights::{Attention, Gdn, Layer, Mixer, Weights};
 
 use crate::plan::{Contents, KvType, State};
 
-/// Pairs of token and slot in a tile.
-const PAIR_ROWS: usize = 32;
+mod experts;
+
 /// Positions of a block.
 const POSITIONS: usize = 32;
 
@@ -453,140 +453,6 @@ impl Launched<'_> {
         vec![scratch("attended", gated.collect())]
     }
 
-    fn router(&self) -> Option<Expected> {
-        let moe = &self.of_layer()?.moe;
-        let logits = |h: &Vec<f32>| [matvec(&moe.router, h), matvec(&moe.shared_gate, h)].concat();
-        let rows = self.normed_input(self.middle_norm());
-        Some(vec![scratch("router_logits", rows.iter().flat_map(logits).collect())])
-    }
-
-    /// Experts and their weights, by the router's logits of each row.
-    fn routes(&self) -> Vec<(Vec<usize>, Vec<f32>)> {
-        let m = &self.config.moe;
-        let route = |logits: &[f32]| {
-            // By the logits: two that differ may have equal probabilities.
-            let mut chosen = vec![0; m.experts_per_token];
-            top_k(&logits[..m.experts], &mut chosen);
-            let mut p = logits[..m.experts].to_vec();
-            softmax(&mut p);
-            let total: f32 = chosen.iter().map(|&e| p[e]).sum();
-            let weights = chosen.iter().map(|&e| p[e] / total).chain([sigmoid(logits[m.experts])]);
-            let weights = weights.collect();
-            (chosen, weights)
-        };
-        self.rows("router_logits", m.experts + 1).map(route).collect()
-    }
-
-    /// An expert by its number; behind the routed ones, the shared one.
-    fn expert(&self, number: usize) -> Option<&Expert> {
-        let moe = &self.of_layer()?.moe;
-        Some(moe.experts.get(number).unwrap_or(&moe.shared))
-    }
-
-    /// Values between gate/up and down of one slot.
-    fn middle_width(&self) -> usize {
-        let m = &self.config.moe;
-        m.expert_width.max(m.shared_width)
-    }
-
-    fn gate_up(&self) -> Option<Expected> {
-        let (m, width) = (&self.config.moe, self.middle_width());
-        let (mut middle, mut all) = (self.scratch("middle").to_vec(), Vec::new());
-        let mut slots = middle.chunks_exact_mut(width);
-        for (h, (chosen, weights)) in self.normed_input(self.middle_norm()).iter().zip(self.routes()) {
-            for (&expert, weight) in chosen.iter().chain([&m.experts]).zip(weights) {
-                swiglu(self.expert(expert)?, h, weight, slots.next()?);
-            }
-            all.extend(chosen.into_iter().map(bits));
-        }
-        Some(vec![scratch("middle", middle), scratch("chosen", all)])
-    }
-
-    fn down(&self) -> Option<Expected> {
-        let (c, width, k) = (&self.config, self.middle_width(), self.config.moe.experts_per_token);
-        let mut x = Vec::new();
-        let middles = self.rows("middle", (k + 1) * width).zip(self.rows("chosen", k));
-        for (row, (middles, chosen)) in self.x().zip(middles) {
-            let experts = chosen.iter().map(|e| e.to_bits() as usize).chain([c.moe.experts]);
-            let mut row = row.to_vec();
-            for (expert, middle) in experts.zip(middles.chunks_exact(width)) {
-                let down = &self.expert(expert)?.down;
-                row = add(&row, &matvec(down, &middle[..down.cols]));
-            }
-            x.extend(row);
-        }
-        Some(vec![scratch("x", x)])
-    }
-
-    fn route(&self) -> Option<Expected> {
-        let experts = self.config.moe.experts;
-        let (chosen, weights): (Vec<_>, Vec<_>) = self.routes().into_iter().unzip();
-        let chosen = chosen.into_iter().flat_map(|c| c.into_iter().chain([experts])).map(bits).collect();
-        Some(vec![scratch("chosen", chosen), scratch("shares", weights.concat())])
-    }
-
-    fn sort_pairs(&self) -> Option<Expected> {
-        let expert = |&pair: &usize| self.scratch("chosen")[pair].to_bits();
-        let mut order: Vec<usize> = (0..self.scratch("chosen").len()).collect();
-        order.sort_by_key(expert);
-        let mut tiles = self.scratch("tiles").to_vec();
-        let (places, _) = tiles.as_chunks_mut::<3>();
-        places.iter_mut().for_each(|[expert, ..]| *expert = f32::from_bits(u32::MAX));
-        let mut places = places.iter_mut();
-        let mut first = 0;
-        for pairs in order.chunk_by(|a, b| expert(a) == expert(b)) {
-            for tile in pairs.chunks(PAIR_ROWS) {
-                let place = places.next()?;
-                *place = [f32::from_bits(expert(&tile[0])), bits(first), bits(tile.len())];
-                first += tile.len();
-            }
-        }
-        Some(vec![scratch("order", order.into_iter().map(bits).collect()), scratch("tiles", tiles)])
-    }
-
-    /// Each pair, by its tile: the pair and its expert; `None`: the tiles don't have all of them.
-    fn pairs(&self) -> Option<Vec<(usize, usize)>> {
-        let (mut out, order) = (Vec::new(), self.scratch("order"));
-        for tile in self.scratch("tiles").as_chunks::<3>().0 {
-            let [expert, first, count] = tile.map(|w| w.to_bits() as usize);
-            if expert != u32::MAX as usize {
-                let pairs = order.get(first..first.checked_add(count)?)?.iter().map(|p| p.to_bits() as usize);
-                out.extend(pairs.map(|pair| (pair, expert)));
-            }
-        }
-        (out.len() == order.len() && out.iter().all(|&(pair, _)| pair < order.len())).then_some(out)
-    }
-
-    fn gate_up_rows(&self) -> Option<Expected> {
-        let (width, slots) = (self.middle_width(), self.config.moe.experts_per_token + 1);
-        let mut middle = self.scratch("middle").to_vec();
-        let h: Vec<&[f32]> = self.rows("h", self.config.hidden_size).collect();
-        for (pair, expert) in self.pairs()? {
-            let to = &mut middle[pair * width..(pair + 1) * width];
-            swiglu(self.expert(expert)?, h[pair / slots], self.scratch("shares")[pair], to);
-        }
-        Some(vec![scratch("middle", middle)])
-    }
-
-    fn down_rows(&self) -> Option<Expected> {
-        let (width, hidden) = (self.middle_width(), self.config.hidden_size);
-        let mut spread = vec![0.0; self.scratch("spread").len()];
-        for (pair, expert) in self.pairs()? {
-            let down = &self.expert(expert)?.down;
-            let y = matvec(down, &self.scratch("middle")[pair * width..][..down.cols]);
-            spread[pair * hidden..][..hidden].copy_from_slice(&y);
-        }
-        Some(vec![scratch("spread", spread)])
-    }
-
-    fn sum_slots(&self) -> Expected {
-        let (hidden, k) = (self.config.hidden_size, self.config.moe.experts_per_token);
-        let rows = self.x().zip(self.rows("spread", (k + 1) * hidden));
-        let sum =
-            |(x, slots): (&[f32], &[f32])| slots.chunks_exact(hidden).fold(x.to_vec(), |x, y| add(&x, y));
-        vec![scratch("x", rows.flat_map(sum).collect())]
-    }
-
     fn best(&self) -> Expected {
         let logits = self.before.get(&Contents::Logits).map_or(&[][..], Vec::as_slice);
         let first = |(block, logits): (usize, &[f32])| {
@@ -596,10 +462,4 @@ impl Launched<'_> {
         let (logits, tokens) = logits.chunks(32).enumerate().map(first).unzip();
         vec![scratch("best_logits", logits), scratch("best_tokens", tokens)]
     }
-}
-
-/// `weight * silu(gate h) * (up h)`, into the first values of `to`.
-fn swiglu(expert: &Expert, h: &[f32], weight: f32, to: &mut [f32]) {
-    let pairs = matvec(&expert.gate, h).into_iter().zip(matvec(&expert.up, h));
-    to.iter_mut().zip(pairs).for_each(|(to, (g, u))| *to = weight * silu(g) * u);
 }
