@@ -26,6 +26,8 @@ namespace shim {
 namespace {
 constexpr uint MOST_THREADS = 1024;
 constexpr size_t PAGE = 4096;
+/// Bytes on either side of a buffer that can't be touched: only addresses are spent, and a wild index must not meet other memory.
+constexpr size_t GUARD = size_t(1) << 30;
 // No power of two: the tops of all stacks would share a few lines of the cache.
 constexpr size_t STACK = (16 << 10) + 5 * 64;
 
@@ -94,16 +96,16 @@ void fiber_main() {
 
 void* allocate(size_t bytes, bool guard_end) {
     const size_t room = (bytes + PAGE - 1) / PAGE * PAGE;
-    void* all = mmap(nullptr, room + 2 * PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void* all = mmap(nullptr, room + 2 * GUARD, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (all == MAP_FAILED) return nullptr;
-    unsigned char* first = static_cast<unsigned char*>(all) + PAGE;
+    unsigned char* first = static_cast<unsigned char*>(all) + GUARD;
     if (mprotect(first, room, PROT_READ | PROT_WRITE) != 0) return nullptr;
     return guard_end ? first + (room - (bytes + 15) / 16 * 16) : first;
 }
 
 void release(void* address, size_t bytes) {
-    const uintptr_t first = reinterpret_cast<uintptr_t>(address) / PAGE * PAGE - PAGE;
-    munmap(reinterpret_cast<void*>(first), (bytes + PAGE - 1) / PAGE * PAGE + 2 * PAGE);
+    const uintptr_t first = reinterpret_cast<uintptr_t>(address) / PAGE * PAGE - GUARD;
+    munmap(reinterpret_cast<void*>(first), (bytes + PAGE - 1) / PAGE * PAGE + 2 * GUARD);
 }
 
 Machine::~Machine() {
