@@ -7,6 +7,7 @@ use std::process::Command;
 use std::sync::Mutex;
 
 use libloading::Library;
+use libloading::os::unix;
 
 use super::signature::Signature;
 use super::text::{Way, whole};
@@ -81,8 +82,10 @@ impl Cpu {
             std::fs::write(folder.join("lily.cpp"), text).unwrap();
             build(&folder);
         }
+        // Never unloaded, since it handles faults from its first launch on.
+        let flags = unix::RTLD_NOW | unix::RTLD_LOCAL | libc::RTLD_NODELETE;
         // SAFETY: the library was built from our sources; its constructors only make a list.
-        let library = unsafe { Library::new(library) }.unwrap();
+        let library = unsafe { unix::Library::open(Some(library), flags) }.unwrap().into();
         drop(guard);
         Self(library)
     }

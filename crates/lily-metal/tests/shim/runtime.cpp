@@ -134,22 +134,33 @@ bool make_fibers() {
     return true;
 }
 
-/// A fault in a kernel ends its launch; any other ends the program, as it would without us.
-void on_fault(int number, siginfo_t*, void*) {
-    if (!running) {
+constexpr int FAULTS[] = {SIGSEGV, SIGBUS, SIGILL, SIGTRAP};
+struct sigaction before_us[NSIG];
+
+/// A fault in a kernel ends its launch; any other goes to whoever was there before: other kernels' libraries, which run on
+/// other OS threads, and in the end the program's own handler.
+void on_fault(int number, siginfo_t* info, void* context) {
+    if (running) {
+        fail(number == SIGILL || number == SIGTRAP ? "undefined behaviour: an index, a shift or an alignment"
+                                                   : "an access outside of its memory");
+    } else if (before_us[number].sa_flags & SA_SIGINFO) {
+        before_us[number].sa_sigaction(number, info, context);
+    } else {
         signal(number, SIG_DFL);
-        return;
     }
-    fail(number == SIGILL || number == SIGTRAP ? "undefined behaviour: an index, a shift or an alignment"
-                                               : "an access outside of its memory");
 }
 
+/// Once a library: handlers that took turns would find that the fault is not theirs.
 void catch_faults() {
-    struct sigaction action = {};
-    action.sa_sigaction = on_fault;
-    // The handler jumps away, so the signal must not stay blocked.
-    action.sa_flags = SA_SIGINFO | SA_NODEFER;
-    for (int number : {SIGSEGV, SIGBUS, SIGILL, SIGTRAP}) sigaction(number, &action, nullptr);
+    static const bool caught = [] {
+        struct sigaction action = {};
+        action.sa_sigaction = on_fault;
+        // The handler jumps away, so the signal must not stay blocked.
+        action.sa_flags = SA_SIGINFO | SA_NODEFER;
+        for (int number : FAULTS) sigaction(number, &action, &before_us[number]);
+        return true;
+    }();
+    (void)caught;
 }
 
 /// Runs a fiber until it waits or ends; false: something went wrong. (Never inlined, since it calls setjmp: so its callers'
