@@ -12,37 +12,6 @@ extern __shared__ __align__(128) u8 shared[];
 #define IN_CLUSTERS
 #endif
 
-__device__ __forceinline__ u32 cluster_rank() {
-    u32 rank = 0;
-#if __CUDA_ARCH__ >= 900
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-#endif
-    return rank;
-}
-// The two halves of a barrier of all threads of a cluster; what was written before the first is seen behind the second.
-__device__ __forceinline__ void cluster_arrive() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void cluster_wait() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-// Address of block `rank`'s copy of a shared variable.
-__device__ __forceinline__ u32 peer_address(u32 address, u32 rank) {
-    u32 out = address;
-#if __CUDA_ARCH__ >= 900
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(out) : "r"(address), "r"(rank));
-#endif
-    return out;
-}
-__device__ __forceinline__ void store_peer(u32 address, float x) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
-#endif
-}
 // Tiles [first, first + count) of the inputs of 4 NT tokens as fragments: [tile][token], zeros for tokens behind `tokens`. The
 // sums of squares of the inputs go to squares[rank][token] of all blocks of the cluster.
 template <int NT>
@@ -251,15 +220,8 @@ template <int FORM, int NT> __device__ __forceinline__ void product(const Matrix
         for (u32 i = tid; i < own * T * 4; i += THREADS) {
             const u32 quad = i % 4, token = i / 4 % T, row = (begin + from + i / 4 / T * CLUSTER + rank) * TILE_ROWS + quad * 4;
             if (token >= tokens) continue;
-            float v[4] = {0, 0, 0, 0};
-#pragma unroll
-            for (int k = 0; k < CLUSTER; k++) {
-                const float4 part = *(const float4*)(inbox + k * from_rank + i * 16);
-                v[0] += part.x;
-                v[1] += part.y;
-                v[2] += part.z;
-                v[3] += part.w;
-            }
+            const float4 sum = sum_of<CLUSTER>([&](int k) { return *(const float4*)(inbox + k * from_rank + i * 16); });
+            float v[4] = {sum.x, sum.y, sum.z, sum.w};
             float* y = o.y + (u64)(token0 + token) * o.stride + row;
 #pragma unroll
             for (int j = 0; j < 4; j++) {

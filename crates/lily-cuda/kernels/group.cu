@@ -179,12 +179,8 @@ gate_up_group_q4(const u8* experts, const u8* shared_expert, const Work* work, c
                 // Eight lanes a pair.
                 const u32 r = lane % 8, block = i - first;
                 const float* p = parts[k % PARTS][0] + r * 4 + lane / 8;
-                float gate = 0, up = 0;
-#pragma unroll
-                for (int w = 0; w < WARPS; w++) {
-                    gate += p[w * PART];
-                    up += p[w * PART + 32];
-                }
+                const float gate = sum_of<WARPS>([&](int w) { return p[w * PART]; });
+                const float up = sum_of<WARPS>([&](int w) { return p[w * PART + 32]; });
                 warp_arrive(&ring.added[k % PARTS], lane);
                 const u32 width = of.expert == EXPERTS ? SHARED_WIDTH : EXPERT_WIDTH;
                 if (of.has_column && block * 8 + r < width) middle[(u64)of.column * (MIDDLE) + block * 8 + r] = swiglu(gate, up, row_scale);
@@ -254,15 +250,8 @@ down_group_q4(const u8* experts, const u8* shared_expert, const Work* work, cons
 #pragma unroll
                 for (u32 row = lane; row < DOWN_GROUP * TILE_ROWS; row += 32) {
                     const float4* p = (const float4*)parts[slot][row / TILE_ROWS][0] + row % TILE_ROWS;
-                    float v[4] = {0, 0, 0, 0};
-#pragma unroll
-                    for (int j = 0; j < WARPS; j++) {
-                        const float4 x = p[j * (PART / 4)];
-                        v[0] += x.x;
-                        v[1] += x.y;
-                        v[2] += x.z;
-                        v[3] += x.w;
-                    }
+                    const float4 sum = sum_of<WARPS>([&](int j) { return p[j * (PART / 4)]; });
+                    const float v[4] = {sum.x, sum.y, sum.z, sum.w};
                     if (row >= rows) continue;
 #pragma unroll
                     for (int t = 0; t < 4; t++)

@@ -127,11 +127,8 @@ __device__ __forceinline__ void gate_up(const u8* experts, const u8* shared_expe
         __syncthreads();
         for (u32 j = threadIdx.x; j < w.count * 8; j += THREADS) {
             const u32 pair = j / 8, r = j % 8, width = w.expert == EXPERTS ? SHARED_WIDTH : EXPERT_WIDTH;
-            float gate = 0, up = 0;
-            for (int k = 0; k < WARPS; k++) {
-                gate += partial[k][pair][r];
-                up += partial[k][pair][r + 8];
-            }
+            const float gate = sum_of<WARPS>([&](int k) { return partial[k][pair][r]; });
+            const float up = sum_of<WARPS>([&](int k) { return partial[k][pair][r + 8]; });
             const float s = __ldcg(scale + rows[pair]);
             if (block * 8 + r < width) middle[(u64)mine[pair] * (MIDDLE) + block * 8 + r] = swiglu(gate, up, s);
         }
@@ -161,24 +158,48 @@ __device__ __forceinline__ void down(const u8* experts, const u8* shared_expert,
         __syncthreads();
         for (u32 j = threadIdx.x; j < w.count * TILE_ROWS; j += THREADS) {
             const u32 pair = j / TILE_ROWS, r = j % TILE_ROWS;
-            float v = 0;
-            for (int k = 0; k < WARPS; k++) v += partial[k][pair][r];
+            const float v = sum_of<WARPS>([&](int k) { return partial[k][pair][r]; });
             if (block * TILE_ROWS + r < HIDDEN) expanded[(u64)mine[pair] * HIDDEN + block * TILE_ROWS + r] = v;
         }
     }
 }
 
-// x[row] += sum over slots of weight * expanded, in the order of the slots.
-extern "C" __global__ void __launch_bounds__(THREADS) add_experts(const float* weights, const float* expanded, float* x) {
+// x[row] += sum over slots of weight * expanded, in the order of the slots; and x times the next norm's gain as columns, with the sums
+// of squares of its eighths. A warp an eighth of a row. Grid: (WARPS / ADD_WARPS, rows).
+#define ADD_WARPS 2
+extern "C" __global__ void __launch_bounds__(32 * ADD_WARPS)
+add_experts(const float* weights, const float* expanded, float* x, const float* gain, Columns to, float* squares) {
     launch_dependents();
+    const u32 row = blockIdx.y, eighth = blockIdx.x * ADD_WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
+    const u32 last = first_tile(eighth + 1, HIDDEN_TILES);
+    float square = 0;
     wait_for_inputs();
-    const u64 row = blockIdx.y;
-    const u32 i = blockIdx.x * THREADS + threadIdx.x;
-    if (i >= HIDDEN) return;
-    float y = 0;
+    for (u32 tile0 = first_tile(eighth, HIDDEN_TILES); tile0 < last; tile0 += 4) {
+        const Place p = place(tile0, last, HIDDEN, lane);
+        float v[8] = {}, sum[8] = {}, part[SLOTS][8], weight[SLOTS];
+        if (p.active) {
+            load8(x + (u64)row * HIDDEN + p.col, v);
 #pragma unroll
-    for (int s = 0; s < SLOTS; s++) y = fmaf(__ldcg(weights + row * SLOTS + s), __ldcg(expanded + (row * SLOTS + s) * HIDDEN + i), y);
-    x[row * HIDDEN + i] += y;
+            for (int s = 0; s < SLOTS; s++) {
+                weight[s] = __ldcg(weights + row * SLOTS + s);
+                load8(expanded + ((u64)row * SLOTS + s) * HIDDEN + p.col, part[s]);
+            }
+#pragma unroll
+            for (int s = 0; s < SLOTS; s++)
+#pragma unroll
+                for (int i = 0; i < 8; i++) sum[i] = fmaf(weight[s], part[s][i], sum[i]);
+#pragma unroll
+            for (int i = 0; i < 8; i++) v[i] += sum[i];
+            store8(x + (u64)row * HIDDEN + p.col, v);
+        }
+        if (!to.records) continue;
+        float gains[8] = {};
+        load_factors<NORMED>(gain, p, gains);
+        put_columns(row, p, v, gains, to, lane, square);
+    }
+    if (!to.records) return;
+    square = warp_sum(square);
+    if (lane == 0) squares[row * WARPS + eighth] = square;
 }
 
 #define MOE(suffix, form)                                                                                                     \

@@ -15,7 +15,7 @@ use crate::state::{self, State};
 use crate::step::{Layout, Plan};
 use crate::token::Token;
 use crate::weights::{DeviceWeights, Random};
-use crate::{LoadError, Options, check_shapes, cluster};
+use crate::{LoadError, Options, check_shapes, cluster, wide};
 
 /// Where weights come from.
 pub(crate) enum Source<'a> {
@@ -83,6 +83,7 @@ impl Device {
                     .filter(|(_, bytes)| *bytes + (40 << 10) <= context.shared_memory),
             );
             shared.extend(cluster::shared(&context));
+            shared.extend(wide::shared(&context));
             Kernels::load(&context, &config, options.cache.as_deref(), &shared)?
         };
         let weights = match source {
@@ -101,9 +102,11 @@ impl Device {
         let buffers = Buffers::new(&context, &config, &layout, length)?;
         let grouped = options.fast_decode && group_sizes.fit(&context);
         let clusters = if options.fast_decode { cluster::Clusters::new(&context, &kernels)? } else { None };
+        let wide = if options.fast_decode { wide::Wide::new(&context, &kernels)? } else { None };
         let mut device = Self {
             grouped,
             clusters,
+            wide,
             token: None,
             context,
             config,

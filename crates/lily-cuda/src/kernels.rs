@@ -29,7 +29,7 @@ const ALL: fn(&Config, u32) -> bool = |_, _| true;
 pub const COMMON: [&str; 2] = [include_str!("../kernels/common.cu"), include_str!("../kernels/state.cu")];
 
 /// All files.
-pub const SOURCES: [Source; 10] = [
+pub const SOURCES: [Source; 11] = [
     Source {
         name: "embed.cu",
         text: include_str!("../kernels/embed.cu"),
@@ -74,6 +74,20 @@ pub const SOURCES: [Source; 10] = [
         name: "cluster.cu",
         text: include_str!("../kernels/cluster.cu"),
         kernels: &["product_q4_8", "product_q4_32", "product_q8_8", "product_q8_32"],
+        fits: ALL,
+    },
+    Source {
+        name: "wide.cu",
+        text: include_str!("../kernels/wide.cu"),
+        kernels: &[
+            "wide_8_by_2",
+            "wide_8_by_4",
+            "wide_32_by_2",
+            "wide_32_by_4",
+            "columns_plain",
+            "columns_norm",
+            "columns_heads",
+        ],
         fits: ALL,
     },
     Source {

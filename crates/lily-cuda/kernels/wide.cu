@@ -1,0 +1,314 @@
+// y = W f(x) for several tokens, from 4-bit weights, by the tensor cores' products of warpgroups: 64 rows of W with the digits of
+// 8 or 32 tokens. A cluster of C blocks has the same rows; block r has the r-th part of every row's inputs, and its two
+// warpgroups half of that each. What they get is sent to the block of the cluster that adds it up. Needs compute capability 9.0.
+
+extern __shared__ __align__(128) u8 shared[];
+
+#define UNIT 4     // row blocks of a unit of work, one a warp
+#define STAGES 8   // units in shared memory, at most
+#define SHARES(c) (2 * (c))  // parts of a row that are summed apart
+
+#if __CUDA_ARCH__ >= 900
+#define IN_CLUSTERS(c) __cluster_dims__(c, 1, 1)
+#else
+#define IN_CLUSTERS(c)
+#endif
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define HAS_WARPGROUPS 1
+#else
+#define HAS_WARPGROUPS 0
+#endif
+
+// What a product is, beside its weights.
+struct Wide {
+    const u8* columns;     // inputs: records
+    const float* squares;  // null, or [tokens, WARPS], sums of squares of the inputs' eighths: 1 / rms multiplies y
+    float* y;              // [tokens, stride]
+    u32 tokens, stride;
+    u32 add;               // 1: to what is there
+    u32 stages;            // units in shared memory
+};
+
+#if HAS_WARPGROUPS
+// A matrix in shared memory as `record_bytes` says, from block row `c` on, for products of two block rows.
+template <int T> __device__ __forceinline__ u64 descriptor(const u8* record, u32 c) {
+    const u32 at = shared_address(record) + c * (T * 32);
+    return (u64)(at >> 4 & 0x3fff) | (u64)(T * 32 >> 4) << 16 | (u64)(128 >> 4) << 32;
+}
+// Starts a warpgroup's products of a tile a warp, whose codes are `a`, with a record; c is what they are when they have ended.
+__device__ __forceinline__ void start_products(int (&c)[8], const u32 (&a)[8], u64 first, u64 second) {
+    asm volatile("{.reg .pred p;\n"
+                 "setp.ne.u32 p, 0, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n16k32.s32.u8.s8 {%0,%1,%2,%3,"
+                 "%4,%5,%6,%7}, {%8,%9,%10,%11}, %16, p;\n"
+                 "setp.eq.u32 p, 0, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n16k32.s32.u8.s8 {%0,%1,%2,%3,"
+                 "%4,%5,%6,%7}, {%12,%13,%14,%15}, %17, p;}"
+                 : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3]), "=r"(c[4]), "=r"(c[5]), "=r"(c[6]), "=r"(c[7])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[4]), "r"(a[5]), "r"(a[6]), "r"(a[7]), "l"(first), "l"(second)
+                 : "memory");
+}
+__device__ __forceinline__ void start_products(int (&c)[32], const u32 (&a)[8], u64 first, u64 second) {
+    asm volatile("{.reg .pred p;\n"
+                 "setp.ne.u32 p, 0, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k32.s32.u8.s8 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+                 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %40, p;\n"
+                 "setp.eq.u32 p, 0, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k32.s32.u8.s8 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+                 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%36,%37,%38,%39}, %41, p;}"
+                 : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3]), "=r"(c[4]), "=r"(c[5]), "=r"(c[6]), "=r"(c[7]), "=r"(c[8]),
+                   "=r"(c[9]), "=r"(c[10]), "=r"(c[11]), "=r"(c[12]), "=r"(c[13]), "=r"(c[14]), "=r"(c[15]), "=r"(c[16]),
+                   "=r"(c[17]), "=r"(c[18]), "=r"(c[19]), "=r"(c[20]), "=r"(c[21]), "=r"(c[22]), "=r"(c[23]), "=r"(c[24]),
+                   "=r"(c[25]), "=r"(c[26]), "=r"(c[27]), "=r"(c[28]), "=r"(c[29]), "=r"(c[30]), "=r"(c[31])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[4]), "r"(a[5]), "r"(a[6]), "r"(a[7]), "l"(first), "l"(second)
+                 : "memory");
+}
+#endif
+
+// c[i] = a warp's tiles, up to R of them one behind another, times the digits of their records. All warps of a warpgroup call it.
+template <int R, int T>
+__device__ __forceinline__ void multiply_tiles(const Tile<Q4> (&w)[R], const u8* record, int lane, int (&c)[R][T]) {
+#if HAS_WARPGROUPS
+    u32 a[R][8];
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+        const uint4 q = w[r].codes;
+        const u32 words[4] = {q.x, q.z, q.y, q.w};  // row g, row g + 8, of the first 32 inputs and of the others
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            a[r][4 * i] = even_codes(words[2 * i]);
+            a[r][4 * i + 1] = even_codes(words[2 * i + 1]);
+            a[r][4 * i + 2] = odd_codes(words[2 * i]);
+            a[r][4 * i + 3] = odd_codes(words[2 * i + 1]);
+        }
+    }
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (int r = 0; r < R; r++) start_products(c[r], a[r], descriptor<T>(record + r * record_bytes(T), 0), descriptor<T>(record + r * record_bytes(T), 2));
+    asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+    for (int r = 0; r < R; r++)
+#pragma unroll
+        for (int i = 0; i < T; i++) asm volatile("" : "+r"(c[r][i])::"memory");  // not read before
+#else
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+        const u32* b = (const u32*)(record + r * record_bytes(T)) + lane;
+        const uint4 q = w[r].codes;
+#pragma unroll
+        for (int n = 0; n < T / 4; n++) {
+            int sums[4] = {0, 0, 0, 0};
+            mma(sums, even_codes(q.x), even_codes(q.z), odd_codes(q.x), odd_codes(q.z), b[n * 32], b[T * 8 + n * 32]);
+            mma(sums, even_codes(q.y), even_codes(q.w), odd_codes(q.y), odd_codes(q.w), b[T * 16 + n * 32], b[T * 24 + n * 32]);
+#pragma unroll
+            for (int i = 0; i < 4; i++) c[r][n * 4 + i] = sums[i];
+        }
+    }
+#endif
+}
+
+// total += R tiles' sums, of rows g and g + 8 with tokens t, t + 4, t + 8 .. (g = lane / 4, t = lane % 4): the arithmetic of `multiply`.
+template <int R, int T>
+__device__ __forceinline__ void add_tiles(const u8* tiles, const u8* record, int lane, float (&total)[T / 4][2]) {
+    Tile<Q4> w[R];
+    int c[R][T];
+#pragma unroll
+    for (int r = 0; r < R; r++) w[r] = load_tile<Q4>(tiles + r * tile_bytes<Q4>(), lane);
+    multiply_tiles<R, T>(w, record, lane, c);
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+        const float4* units = (const float4*)(record + r * record_bytes(T) + T * 128) + (lane & 3) * (T / 8);
+#pragma unroll
+        for (int pair = 0; pair < T / 8; pair++) {
+            const float4 u = units[pair];
+            add_digits(w[r].scales, Unit{u.x, u.y}, &c[r][pair * 8], total[pair * 2]);
+            add_digits(w[r].scales, Unit{u.z, u.w}, &c[r][pair * 8 + 4], total[pair * 2 + 1]);
+        }
+    }
+}
+
+// A warp's rows times a part of the inputs, which is N eighths from tile `from` of the matrix on.
+template <int N, int T>
+__device__ __forceinline__ void multiply_part(const u8* tiles, const u8* records, u32 eighth, u32 k_tiles, int lane, float (&total)[T / 4][2]) {
+    const u32 from = first_tile(eighth, k_tiles);
+#pragma unroll
+    for (int e = 0; e < N; e++) {
+        float sum[T / 4][2] = {};
+        const u32 until = first_tile(eighth + e + 1, k_tiles);
+        u32 k = first_tile(eighth + e, k_tiles);
+#pragma unroll 1
+        for (; k + 2 <= until; k += 2) add_tiles<2, T>(tiles + (k - from) * tile_bytes<Q4>(), records + (k - from) * record_bytes(T), lane, sum);
+        if (k < until) add_tiles<1, T>(tiles + (k - from) * tile_bytes<Q4>(), records + (k - from) * record_bytes(T), lane, sum);
+#pragma unroll
+        for (int i = 0; i < T / 4; i++) {
+            total[i][0] = e == 0 ? sum[i][0] : total[i][0] + sum[i][0];
+            total[i][1] = e == 0 ? sum[i][1] : total[i][1] + sum[i][1];
+        }
+    }
+}
+
+// Four outputs that a thread adds up: rows `row` .. `row + 3` of a token.
+struct Outputs {
+    float* y;
+    u32 row;
+    float old[4];
+    // What is there, if `add`.
+    __device__ __forceinline__ void load(const Wide& o, u32 rows) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) old[j] = 0;
+        if (!o.add) return;
+        if (o.stride % 4 == 0 && row + 4 <= rows) {
+            const float4 v = __ldcg((const float4*)(y + row));
+            old[0] = v.x; old[1] = v.y; old[2] = v.z; old[3] = v.w;
+        } else {
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                if (row + j < rows) old[j] = __ldcg(y + row + j);
+        }
+    }
+    __device__ __forceinline__ void store(const Wide& o, u32 rows, const float4& sum, float scale) const {
+        float v[4] = {sum.x, sum.y, sum.z, sum.w};
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            if (o.squares) v[j] = __fmul_rn(v[j], scale);
+            if (o.add) v[j] = old[j] + v[j];
+        }
+        if (o.stride % 4 == 0 && row + 4 <= rows) {
+            *(float4*)(y + row) = make_float4(v[0], v[1], v[2], v[3]);
+        } else {
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                if (row + j < rows) y[row + j] = v[j];
+        }
+    }
+};
+
+// Grid: (C * clusters, groups of T tokens). Units are dealt to clusters evenly and in order.
+template <int T, int C> __device__ __forceinline__ void wide(const Matrix& w, const Wide& o) {
+#if __CUDA_ARCH__ >= 900
+    constexpr u32 RECORD = record_bytes(T), EIGHTHS = WARPS / SHARES(C);
+    constexpr u32 OWN = UNIT / C;  // row blocks of a unit whose outputs a block of the cluster adds up
+    constexpr u32 PART = T * TILE_ROWS, INBOX = SHARES(C) * OWN * PART;
+    __shared__ u64 full[STAGES], inputs[2];
+    const u32 tid = threadIdx.x, warp = __shfl_sync(FULL, tid / 32, 0), lane = tid % 32, group = warp / 4, member = warp % 4;
+    const u32 rank = cluster_rank(), cluster = blockIdx.x / C, clusters = gridDim.x / C;
+    const u32 token0 = blockIdx.y * T, tokens = min((u32)T, o.tokens - token0);
+    const u32 eighth = rank * 2 * EIGHTHS, first = first_tile(eighth, w.k_tiles), middle = first_tile(eighth + EIGHTHS, w.k_tiles);
+    const u32 last = first_tile(eighth + 2 * EIGHTHS, w.k_tiles), most = (w.k_tiles + C - 1) / C;
+    const u32 blocks = (w.rows + TILE_ROWS - 1) / TILE_ROWS, units = (blocks + UNIT - 1) / UNIT;
+    const u32 begin = cluster * units / clusters, all = (cluster + 1) * units / clusters - begin;
+    u8* records = shared;
+    float* inbox = (float*)(shared + most * RECORD);  // [2][share][row block][token][row]
+    u8* weights = (u8*)(inbox + 2 * INBOX);
+    const u32 row_bytes = (last - first) * tile_bytes<Q4>(), stage = most * UNIT * tile_bytes<Q4>();
+    auto fetch = [&](u32 i) {  // by one thread
+        if (i >= all) return;
+        const u32 block0 = (begin + i) * UNIT, n = min((u32)UNIT, blocks - block0);
+        barrier_expect(&full[i % o.stages], n * row_bytes);
+        for (u32 r = 0; r < n && row_bytes > 0; r++)
+            bulk_copy(weights + i % o.stages * stage + r * most * tile_bytes<Q4>(), w.tiles + ((u64)(block0 + r) * w.k_tiles + first) * tile_bytes<Q4>(),
+                      row_bytes, &full[i % o.stages]);
+    };
+    if (tid == 0) {
+        for (u32 i = 0; i < STAGES; i++) barrier_init(&full[i], 1);
+        barrier_init(&inputs[0], 1);
+        barrier_init(&inputs[1], 1);
+        barrier_fence();
+        for (u32 i = 0; i < o.stages; i++) fetch(i);
+    }
+    __syncthreads();
+    launch_dependents();
+    cluster_arrive();
+    wait_for_inputs();
+    if (tid == 0) {
+        const u8* from = o.columns + ((u64)blockIdx.y * w.k_tiles + first) * RECORD;
+        auto bring = [&](u32 begin, u32 end, u64* bar) {
+            barrier_expect(bar, (end - begin) * RECORD);
+            if (end > begin) bulk_copy<false>(records + (begin - first) * RECORD, from + (begin - first) * RECORD, (end - begin) * RECORD, bar);
+        };
+        bring(first, middle, &inputs[0]);
+        bring(middle, last, &inputs[1]);
+    }
+    // Which outputs this thread adds up: four rows of row block `own` of this block's, of a token.
+    const u32 quad = tid % 4, own = tid / 4 % OWN, token = tid / (4 * OWN);
+    const bool adds = token < tokens;
+    float* y = o.y + (u64)(token0 + token) * o.stride;
+    float scale = 1;
+    if (o.squares && adds) {
+        float sum = 0;
+#pragma unroll
+        for (int k = 0; k < WARPS; k++) sum += __ldcg(o.squares + (token0 + token) * WARPS + k);
+        scale = rsqrtf(sum / (w.k_tiles * TILE_COLS) + EPS);
+    }
+    const u32 mine = ((group ? middle : first) - first);
+    Outputs before{y, 0, {}};
+    auto add_up = [&](u32 i) {
+        const float* from = inbox + (i & 1) * INBOX + own * PART + token * TILE_ROWS + quad * 4;
+        if (adds) before.store(o, w.rows, sum_of<SHARES(C)>([&](int k) { return *(const float4*)(from + k * (OWN * PART)); }), scale);
+    };
+#pragma unroll 1
+    for (u32 i = 0; i < all; i++) {
+        Outputs now{y, ((begin + i) * UNIT + own * C + rank) * TILE_ROWS + quad * 4, {}};
+        if (adds) now.load(o, w.rows);
+        if (i == 0) barrier_wait(&inputs[group], 0);
+        barrier_wait(&full[i % o.stages], i / o.stages & 1);
+        float total[T / 4][2];
+        multiply_part<EIGHTHS, T>(weights + i % o.stages * stage + (member * most + mine) * tile_bytes<Q4>(), records + mine * RECORD,
+                                  eighth + group * EIGHTHS, w.k_tiles, lane, total);
+        // At first: all blocks of the cluster run. Then: the sums of the unit before are there, those before them are added up.
+        cluster_wait();
+        if (i > 0) {
+            add_up(i - 1);
+            if (tid == 0) fetch(i - 1 + o.stages);
+        }
+        before = now;
+        const u32 to = peer_address(shared_address(inbox + (i & 1) * INBOX + ((rank * 2 + group) * OWN + member / C) * PART), member % C) +
+                       ((lane & 3) * TILE_ROWS + (lane >> 2)) * 4;
+#pragma unroll
+        for (int n = 0; n < T / 4; n++) {
+            store_peer(to + n * 4 * TILE_ROWS * 4, total[n][0]);
+            store_peer(to + n * 4 * TILE_ROWS * 4 + 32, total[n][1]);
+        }
+        proxy_fence();  // the unit's weights are read
+        cluster_arrive();
+    }
+    cluster_wait();
+    add_up(all - 1);
+#endif
+}
+
+#define WIDE(name, tokens, blocks)                                                                                                \
+    extern "C" __global__ void IN_CLUSTERS(blocks) __launch_bounds__(THREADS, 1) name(Matrix w, Wide o) { wide<tokens, blocks>(w, o); }
+WIDE(wide_8_by_2, 8, 2)
+WIDE(wide_8_by_4, 8, 4)
+WIDE(wide_32_by_2, 32, 2)
+WIDE(wide_32_by_4, 32, 4)
+
+// Every row of x, [rows, width], as columns; a block a row. NORMED: `factor` is the gain, and squares[row] gets the sums of squares of
+// its eighths. HEAD_NORMED: `factor` are the partial sums of squares, [rows, VALUE_HEADS, VALUE_SPLIT].
+template <int MODE>
+__device__ __forceinline__ void make_columns(const float* x, const float* factor, const Columns& to, float* squares) {
+    launch_dependents();
+    wait_for_inputs();
+    const u32 row = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, width = to.k_tiles * TILE_COLS;
+    if (MODE == HEAD_NORMED) factor += (u64)row * VALUE_HEADS * VALUE_SPLIT;
+    const u32 last = first_tile(warp + 1, to.k_tiles);
+    float square = 0;
+    for (u32 tile0 = first_tile(warp, to.k_tiles); tile0 < last; tile0 += 4) {
+        const Place p = place(tile0, last, width, lane);
+        float v[8] = {}, factors[8] = {};
+        if (p.active) load8(x + (u64)row * width + p.col, v);
+        load_factors<MODE>(factor, p, factors);
+        put_columns(row, p, v, factors, to, lane, square);
+    }
+    if (MODE != NORMED) return;
+    square = warp_sum(square);
+    if (lane == 0) squares[row * WARPS + warp] = square;
+}
+#define COLUMNS(name, mode)                                                                                                       \
+    extern "C" __global__ void __launch_bounds__(THREADS) name(const float* x, const float* factor, Columns to, float* squares) { \
+        make_columns<mode>(x, factor, to, squares);                                                                               \
+    }
+COLUMNS(columns_plain, AS_IS)
+COLUMNS(columns_norm, NORMED)
+COLUMNS(columns_heads, HEAD_NORMED)
