@@ -104,9 +104,6 @@ __device__ __forceinline__ void load_matrices_transposed(u32 (&r)[4], const u8* 
 __device__ __forceinline__ const u8* chunk(const u8* tile, u32 row, u32 c) {
     return tile + row * (HEAD_DIM * 2) + ((c ^ (row & 7)) * 16);
 }
-__device__ __forceinline__ void copy16(u8* to, const void* from, bool real) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(real ? 16 : 0) : "memory");
-}
 
 struct Softmax {
     float max, sum;

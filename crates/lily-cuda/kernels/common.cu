@@ -305,6 +305,10 @@ __device__ __forceinline__ void load8(const float* p, float (&v)[8]) {
     v[4] = b.x; v[5] = b.y; v[6] = b.z; v[7] = b.w;
 }
 
+// Sixteen bytes into shared memory, in the background; zeros if they are not `real`.
+__device__ __forceinline__ void copy16(void* to, const void* from, bool real) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(real ? 16 : 0) : "memory");
+}
 __device__ __forceinline__ void store8(float* p, const float (&v)[8]) {
     *(float4*)p = make_float4(v[0], v[1], v[2], v[3]);
     *((float4*)p + 1) = make_float4(v[4], v[5], v[6], v[7]);
@@ -413,7 +417,7 @@ __device__ __forceinline__ void split_place(const Place& p, float (&v)[8], const
 // Inputs of the products of wide.cu: for each group of `tokens` rows (8 or 32) and each tile a record, [groups][k_tiles]. A row's
 // digits are columns 2 i (high) and 2 i + 1 of a matrix of 64 rows. It lies in blocks of 16 rows by 8 columns, [4][columns / 8],
 // a column's 16 bytes one behind another: those of block c are what the four lanes of a row have in word c of a fragment. Units
-// come behind it, those of rows i, i + 4, i + 8 .. in one piece.
+// come behind it, those of rows i and i + 4 side by side.
 __host__ __device__ constexpr u32 record_bytes(u32 tokens) { return tokens * 136; }
 
 struct Columns {
@@ -430,7 +434,7 @@ struct Columns {
     }
     __device__ __forceinline__ void store_unit(u32 row, u32 tile, const Unit& unit) const {
         const u32 in = row % tokens;
-        ((Unit*)(record(row, tile) + tokens * 128))[in % 4 * (tokens / 4) + in / 4] = unit;
+        ((Unit*)(record(row, tile) + tokens * 128))[in / 8 * 8 + in % 4 * 2 + in / 4 % 2] = unit;
     }
     // What eight lanes have of a tile, those at a place.
     __device__ __forceinline__ void store(u32 row, const Place& p, const Digits& d, int lane) const {
@@ -628,6 +632,24 @@ template <bool ONCE = true> __device__ __forceinline__ void bulk_copy(void* to, 
                  ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(bar)), "l"(policy) : "memory");
 #endif
 }
+// From shared to global memory, by one thread; what was written there before comes behind a `proxy_fence`.
+__device__ __forceinline__ void bulk_store(void* to, const void* from, u32 bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\ncp.async.bulk.commit_group;"
+                 ::"l"(to), "r"(shared_address(from)), "r"(bytes) : "memory");
+#endif
+}
+// Waits until all but the last N of this thread's stores have read what they store, or all have ended.
+template <int N> __device__ __forceinline__ void bulk_stores_read() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
+#endif
+}
+__device__ __forceinline__ void bulk_stores_done() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+#endif
+}
 
 // --- clusters of blocks ---
 
@@ -638,10 +660,12 @@ __device__ __forceinline__ u32 cluster_rank() {
 #endif
     return rank;
 }
-// The two halves of a barrier of all threads of a cluster; what was written before the first is seen behind the second.
-__device__ __forceinline__ void cluster_arrive() {
+// The two halves of a barrier of all threads of a cluster; what was written before the first is seen behind the second, unless the
+// barrier only says that threads have come so far.
+template <bool RELEASES = true> __device__ __forceinline__ void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    if constexpr (RELEASES) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    else asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
 }
 __device__ __forceinline__ void cluster_wait() {

@@ -172,30 +172,32 @@ add_experts(const float* weights, const float* expanded, float* x, const float* 
     launch_dependents();
     const u32 row = blockIdx.y, eighth = blockIdx.x * ADD_WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
     const u32 last = first_tile(eighth + 1, HIDDEN_TILES);
+    __shared__ float4 parts[32 * ADD_WARPS][2 * SLOTS + 1];  // one more: lanes' values lie in different banks
     float square = 0;
     wait_for_inputs();
     for (u32 tile0 = first_tile(eighth, HIDDEN_TILES); tile0 < last; tile0 += 4) {
         const Place p = place(tile0, last, HIDDEN, lane);
-        float v[8] = {}, sum[8] = {}, part[SLOTS][8], weight[SLOTS];
-        if (p.active) {
-            load8(x + (u64)row * HIDDEN + p.col, v);
+        // All that is read is on its way at a time, which registers would not suffice for.
+        float4* mine = parts[threadIdx.x];
 #pragma unroll
-            for (int s = 0; s < SLOTS; s++) {
-                weight[s] = __ldcg(weights + row * SLOTS + s);
-                load8(expanded + ((u64)row * SLOTS + s) * HIDDEN + p.col, part[s]);
-            }
+        for (int s = 0; s < 2 * SLOTS; s++) copy16(mine + s, expanded + ((u64)row * SLOTS + s / 2) * HIDDEN + p.col + s % 2 * 4, p.active);
+        float v[8] = {}, sum[8] = {}, gains[8] = {};
+        if (p.active) load8(x + (u64)row * HIDDEN + p.col, v);
+        if (to.records) load_factors<NORMED>(gain, p, gains);
+        const float weight = lane < SLOTS ? __ldcg(weights + row * SLOTS + lane) : 0;
+        asm volatile("cp.async.wait_all;" ::: "memory");
 #pragma unroll
-            for (int s = 0; s < SLOTS; s++)
+        for (int s = 0; s < SLOTS; s++) {
+            const float w = __shfl_sync(FULL, weight, s);
+            const float4 a = mine[2 * s], b = mine[2 * s + 1];
+            const float part[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 #pragma unroll
-                for (int i = 0; i < 8; i++) sum[i] = fmaf(weight[s], part[s][i], sum[i]);
-#pragma unroll
-            for (int i = 0; i < 8; i++) v[i] += sum[i];
-            store8(x + (u64)row * HIDDEN + p.col, v);
+            for (int i = 0; i < 8; i++) sum[i] = fmaf(w, part[i], sum[i]);
         }
-        if (!to.records) continue;
-        float gains[8] = {};
-        load_factors<NORMED>(gain, p, gains);
-        put_columns(row, p, v, gains, to, lane, square);
+#pragma unroll
+        for (int i = 0; i < 8; i++) v[i] += sum[i];
+        if (p.active) store8(x + (u64)row * HIDDEN + p.col, v);
+        if (to.records) put_columns(row, p, v, gains, to, lane, square);
     }
     if (!to.records) return;
     square = warp_sum(square);

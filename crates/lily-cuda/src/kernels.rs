@@ -81,7 +81,6 @@ pub const SOURCES: [Source; 11] = [
         text: include_str!("../kernels/wide.cu"),
         kernels: &[
             "wide_8_by_2",
-            "wide_8_by_4",
             "wide_32_by_2",
             "wide_32_by_4",
             "columns_plain",
@@ -93,7 +92,7 @@ pub const SOURCES: [Source; 11] = [
     Source {
         name: "gdn.cu",
         text: include_str!("../kernels/gdn.cu"),
-        kernels: &["delta_1", "delta_4"],
+        kernels: &["delta_1", "delta_many"],
         fits: ALL,
     },
     Source {

@@ -14,23 +14,26 @@ const UNIT: u32 = 4;
 const STAGES: u32 = 8;
 /// Parts of a row that are always summed apart.
 const EIGHTHS: u32 = 8;
-/// Shared memory that the kernels declare themselves, at most.
-const DECLARED: u32 = 1 << 10;
+/// Shared memory that a block takes beside what it asks for.
+const DECLARED: u32 = 2 << 10;
 /// Compute capability that has clusters.
 const CAPABILITY: u32 = 90;
 
-/// A kernel for groups of so many tokens, by clusters of so many blocks.
+/// A kernel for groups of so many tokens, by clusters of so many blocks, of which so many share a multiprocessor.
+#[derive(Clone, Copy, Debug, PartialEq)]
 struct Kernel {
     name: &'static str,
     tokens: u32,
     blocks: u32,
+    share: u32,
 }
 
+/// In the order in which they are preferred. Two blocks for few tokens hide each other's latencies.
 const KERNELS: [Kernel; 4] = [
-    Kernel { name: "wide_8_by_2", tokens: 8, blocks: 2 },
-    Kernel { name: "wide_8_by_4", tokens: 8, blocks: 4 },
-    Kernel { name: "wide_32_by_2", tokens: 32, blocks: 2 },
-    Kernel { name: "wide_32_by_4", tokens: 32, blocks: 4 },
+    Kernel { name: "wide_8_by_2", tokens: 8, blocks: 2, share: 2 },
+    Kernel { name: "wide_8_by_2", tokens: 8, blocks: 2, share: 1 },
+    Kernel { name: "wide_32_by_2", tokens: 32, blocks: 2, share: 1 },
+    Kernel { name: "wide_32_by_4", tokens: 32, blocks: 4, share: 1 },
 ];
 
 /// What a device has for these products.
@@ -38,15 +41,14 @@ const KERNELS: [Kernel; 4] = [
 pub struct Wide {
     /// Clusters of each kernel that run at a time.
     most: [u32; KERNELS.len()],
-    /// Dynamic shared memory of a block at most.
+    /// Shared memory of a multiprocessor.
     shared: u32,
 }
 
 /// How a product is cut.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Cut {
-    /// Of [`KERNELS`].
-    kernel: usize,
+    kernel: Kernel,
     clusters: u32,
     /// Units in shared memory at a time.
     stages: u32,
@@ -54,21 +56,28 @@ struct Cut {
 }
 
 /// Bytes of a record of `tokens` rows, as `record_bytes` in `kernels/common.cu`.
-pub fn record_bytes(tokens: u32) -> u32 {
+fn record_bytes(tokens: u32) -> u32 {
     tokens * 136
 }
 
 /// Rows of a step whose inputs are in a record together.
-pub fn tokens_of_group(rows: u32) -> u32 {
+fn tokens_of_group(rows: u32) -> u32 {
     if rows <= 8 { 8 } else { 32 }
 }
 
-/// Dynamic shared memory by kernel; none where there are no clusters.
+/// Dynamic shared memory by kernel, at most; none where there are no clusters.
 pub fn shared(context: &Context) -> Vec<(&'static str, u32)> {
     if context.capability < CAPABILITY {
         return Vec::new();
     }
     KERNELS.iter().map(|kernel| (kernel.name, context.shared_memory - DECLARED)).collect()
+}
+
+impl Kernel {
+    /// Dynamic shared memory of a block, at most, where a multiprocessor has `all`.
+    fn room(&self, all: u32) -> u32 {
+        all / self.share - DECLARED
+    }
 }
 
 impl Wide {
@@ -77,33 +86,32 @@ impl Wide {
         if context.capability < CAPABILITY {
             return Ok(None);
         }
-        let shared = context.shared_memory - DECLARED;
-        let mut most = [0; KERNELS.len()];
+        let (all, mut most) = (context.shared_memory, [0; KERNELS.len()]);
         for (kernel, most) in KERNELS.iter().zip(&mut most) {
-            let shape = Shape { grid: [kernel.blocks, 1, 1], threads: THREADS, shared, overlap: false };
+            let grid = [kernel.blocks, 1, 1];
+            let shape = Shape { grid, threads: THREADS, shared: kernel.room(all), overlap: false };
             *most = context.most_clusters(kernels.get(kernel.name)?, shape, kernel.blocks)?;
-            tracing::debug!("{} clusters of {} run at a time", most, kernel.name);
+            tracing::debug!("{most} clusters of {kernel:?} run at a time");
         }
-        Ok(most.iter().all(|&n| n > 0).then_some(Self { most, shared }))
+        Ok(most.iter().all(|&n| n > 0).then_some(Self { most, shared: all }))
     }
 
-    /// Cuts a product of `blocks` row blocks of `k_tiles` tiles; `None` if not even one unit fits into shared memory.
+    /// Cuts a product of `blocks` row blocks of `k_tiles` tiles; `None` if too little of it fits into shared memory.
     fn cut(&self, blocks: u32, k_tiles: u32, rows: u32) -> Option<Cut> {
         let (units, tokens) = (blocks.div_ceil(UNIT), tokens_of_group(rows));
-        let cut = |(kernel, &Kernel { blocks, .. }): (usize, &Kernel)| {
-            let clusters = units.min(self.most[kernel]);
-            let (own, part) = (units.div_ceil(clusters), k_tiles.div_ceil(blocks));
+        let cut = |(kernel, most): (Kernel, u32)| {
+            let clusters = units.min(most);
+            let (own, part) = (units.div_ceil(clusters), k_tiles.div_ceil(kernel.blocks));
             // The inputs of a block, and two units' sums: of each row block that it adds up, as many as rows have parts.
-            let sums = 2 * (2 * blocks) * (UNIT / blocks) * tokens * TILE_ROWS as u32 * 4;
+            let sums = 2 * (2 * kernel.blocks) * (UNIT / kernel.blocks) * tokens * TILE_ROWS as u32 * 4;
             let fixed = part * record_bytes(tokens) + sums;
             let stage = part * UNIT * Packing::Q4.tile_bytes() as u32;
-            let stages = own.min(STAGES).min(self.shared.checked_sub(fixed)? / stage);
-            // Tiles of a warp, which the product waits for.
-            let work = own * k_tiles.div_ceil(2 * blocks);
-            (stages > 0).then_some((work, Cut { kernel, clusters, stages, shared: fixed + stages * stage }))
+            let stages = own.min(STAGES).min(kernel.room(self.shared).checked_sub(fixed)? / stage);
+            // A unit is brought while the one before it is multiplied.
+            (stages >= own.min(2)).then_some(Cut { kernel, clusters, stages, shared: fixed + stages * stage })
         };
-        let of_tokens = KERNELS.iter().enumerate().filter(|(_, kernel)| kernel.tokens == tokens);
-        of_tokens.filter_map(cut).min_by_key(|(work, _)| *work).map(|(_, cut)| cut)
+        let kernels = KERNELS.into_iter().zip(self.most).filter(|(kernel, _)| kernel.tokens == tokens);
+        kernels.filter_map(cut).next()
     }
 }
 
@@ -122,7 +130,7 @@ impl Device {
         if !p.ready {
             self.columns(p)?;
         }
-        let (b, kernel) = (&self.buffers, &KERNELS[cut.kernel]);
+        let (b, kernel) = (&self.buffers, cut.kernel);
         let squares = if matches!(p.input, Input::Norm(_)) { b.eighths.address() } else { 0 };
         let mut args = Args::new();
         args.words(&p.w.words()).words(&[
@@ -177,4 +185,30 @@ pub fn columns_bytes(rows: usize, tiles: usize) -> usize {
 /// Sums of squares of a row's eighths.
 pub fn eighths(rows: usize) -> usize {
     rows * EIGHTHS as usize
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const H200: Wide = Wide { most: [132, 66, 66, 30], shared: 227 << 10 };
+
+    fn cut(blocks: u32, k_tiles: u32, rows: u32) -> Option<(Kernel, u32, u32)> {
+        H200.cut(blocks, k_tiles, rows).map(|cut| (cut.kernel, cut.clusters, cut.stages))
+    }
+
+    #[test]
+    fn blocks_for_few_tokens_share_a_multiprocessor() {
+        assert_eq!(cut(772, 32, 8), Some((KERNELS[0], 132, 2)));
+        assert_eq!(cut(15_520, 32, 2), Some((KERNELS[0], 132, 2)));
+        // A wide input leaves no room for two.
+        assert_eq!(cut(128, 64, 8), Some((KERNELS[1], 32, 1)));
+    }
+
+    #[test]
+    fn wide_inputs_of_many_tokens_are_cut_in_four_and_wider_ones_not_at_all() {
+        assert_eq!(cut(772, 32, 9), Some((KERNELS[2], 66, 3)));
+        assert_eq!(cut(128, 64, 512), Some((KERNELS[3], 30, 2)));
+        assert_eq!(cut(128, 512, 32), None);
+    }
 }
