@@ -1,4 +1,4 @@
-// y = W f(x) for several tokens, from quantised weights, by clusters of eight blocks. A block has the inputs that elsewhere
+// y = W f(x) for several tokens, from 8-bit weights (those of 4 bits have wide.cu), by clusters of eight blocks. A block has the inputs that elsewhere
 // one warp has: the weights of a cluster's rows and the inputs of all its tokens are read, split and kept once, an eighth in
 // each block, and the eight sums of a row are added across the blocks in their order. Needs compute capability 9.0.
 
@@ -244,7 +244,5 @@ template <int FORM, int NT> __device__ __forceinline__ void product(const Matrix
 
 #define PRODUCT(name, form, nt)                                                                                    \
     extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) name(Matrix w, Product o) { product<form, nt>(w, o); }
-PRODUCT(product_q4_8, Q4, 2)
-PRODUCT(product_q4_32, Q4, 8)
 PRODUCT(product_q8_8, Q8, 2)
 PRODUCT(product_q8_32, Q8, 8)

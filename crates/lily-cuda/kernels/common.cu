@@ -632,24 +632,6 @@ template <bool ONCE = true> __device__ __forceinline__ void bulk_copy(void* to, 
                  ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(bar)), "l"(policy) : "memory");
 #endif
 }
-// From shared to global memory, by one thread; what was written there before comes behind a `proxy_fence`.
-__device__ __forceinline__ void bulk_store(void* to, const void* from, u32 bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\ncp.async.bulk.commit_group;"
-                 ::"l"(to), "r"(shared_address(from)), "r"(bytes) : "memory");
-#endif
-}
-// Waits until all but the last N of this thread's stores have read what they store, or all have ended.
-template <int N> __device__ __forceinline__ void bulk_stores_read() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
-#endif
-}
-__device__ __forceinline__ void bulk_stores_done() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-#endif
-}
 
 // --- clusters of blocks ---
 

@@ -1,6 +1,6 @@
 // Gated DeltaNet between its two projections: docs/model-spec.md, section 3.
 //
-// A block works on 32 C of a value head's columns of one sequence. Its eight warps have an eighth of the state's rows each, a lane C
+// A block has 32 C of a value head's columns of one sequence. Its eight warps have an eighth of the state's rows each, a lane C
 // columns of them, in registers over all tokens of the segment.
 
 #define CHANNELS (2 * KEY_HEADS * DK + VALUE_HEADS * DV)
@@ -134,100 +134,62 @@ __device__ __forceinline__ void put_head(u32 row, u32 head, float (&v)[4], float
     if (lane % 16 == 0) to.store_unit(row, tile, Unit{scale.unit, __fmul_rn((float)digits, scale.unit)});
 }
 
-// What the kernels of the delta rule take. projected: [rows, PROJECTED]. states: per slot [VALUE_HEADS, DK, DV]; convs: per slot
-// 2 x [PAST, CHANNELS], of which `parity` is read and the other written. gated: [rows, VALUE_HEADS * DV], the readout times norm gain
-// and SiLU(z) but not 1 / rms; squares: [rows, VALUE_HEADS, VALUE_SPLIT], for that. As columns instead, if those are wanted and blocks
-// have whole heads.
-struct Delta {
-    const Segment* segments;
-    const float *projected, *conv_weights, *a_log, *dt_bias, *norm;
-    float* states;
-    u64 state_stride;
-    float* convs;
-    u64 conv_stride;
-    float *gated, *squares;
-    Columns to;
-};
+// projected: [rows, PROJECTED]. states: per slot [VALUE_HEADS, DK, DV]; convs: per slot 2 x [PAST, CHANNELS], of which `parity`
+// is read and the other written. gated: [rows, VALUE_HEADS * DV], the readout times norm gain and SiLU(z) but not 1 / rms;
+// squares: [rows, VALUE_HEADS, VALUE_SPLIT], for that. Or all of it as columns, if those are wanted of whole heads. Grid: (VALUE_HEADS * DV / (32 C), segments).
+template <int C>
+__device__ __forceinline__ void delta(const Segment* segments, const float* projected, const float* conv_weights, const float* a_log,
+                                      const float* dt_bias, const float* norm, float* states, u64 state_stride, float* convs,
+                                      u64 conv_stride, float* gated, float* squares, const Columns& to) {
+    constexpr int COLUMNS = 32 * C;
+    __shared__ __align__(16) float q[2][WARPS * ROWS], k[2][WARPS * ROWS], values[2][COLUMNS], gates[2][COLUMNS], gains[COLUMNS];
+    __shared__ float sums[2][3][KEY_WARPS];
+    __shared__ __align__(16) float columns[2][2][WARPS][COLUMNS];
+    const Segment segment = segments[blockIdx.y];
+    const u32 head = blockIdx.x / (DV / COLUMNS), part = blockIdx.x % (DV / COLUMNS), key_head = head / (VALUE_HEADS / KEY_HEADS);
+    const u32 tid = threadIdx.x, warp = tid / 32, lane = tid % 32, column = part * COLUMNS + lane * C;
+    launch_dependents();
 
-// 32 C columns of a head, for one sequence after the other: `rows` counts tokens over all of them.
-template <int C> struct DeltaBlock {
-    static constexpr int COLUMNS = 32 * C;
-    struct Shared {
-        __align__(16) float q[2][WARPS * ROWS], k[2][WARPS * ROWS], values[2][COLUMNS], gates[2][COLUMNS], gains[COLUMNS];
-        float sums[2][3][KEY_WARPS];
-        __align__(16) float columns[2][2][WARPS][COLUMNS];
-    };
-    Shared& b;
-    const Delta& d;
-    u32 tid, warp, lane, rows;
-    Segment segment;
-    u32 head, part, key_head;
+    // All of this was written by earlier steps or never: it may come before the wait.
+    float* state = states + segment.slot * state_stride + ((u64)head * DK + warp * ROWS) * DV + column;
+    float s[ROWS][C];
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+#pragma unroll
+        for (int c = 0; c < C; c++) s[i][c] = 0;
+        if (DK % WARPS == 0 || warp * ROWS + i < DK) load_some<C>(state + (u64)i * DV, s[i]);
+    }
+    const float* conv_in = convs + segment.slot * conv_stride + segment.parity * (u64)(PAST * CHANNELS);
+    float* conv_out = convs + segment.slot * conv_stride + (1 - segment.parity) * (u64)(PAST * CHANNELS);
     // Channels of q and k, or (in `first[0]`) one of v.
     Channel first[PER_THREAD], second[PER_THREAD];
-    float rate, bias;
-    bool has_keys;
+    const bool has_keys = warp < KEY_WARPS;
+#pragma unroll
+    for (int i = 0; i < PER_THREAD; i++) {
+        const u32 d = has_keys ? tid + i * KEY_THREADS : tid - KEY_THREADS;
+        const bool value = !has_keys && i == 0 && d < COLUMNS, key = has_keys && d < DK;
+        first[i].load(has_keys ? key_head * DK + d : 2 * KEY_HEADS * DK + head * DV + part * COLUMNS + d, key || value, conv_in, conv_weights);
+        second[i].load(KEY_HEADS * DK + key_head * DK + d, key, conv_in, conv_weights);
+    }
+    const float rate = -expf(__ldg(a_log + head)), bias = __ldg(dt_bias + head);
+    if (tid < COLUMNS) gains[tid] = __ldg(norm + part * COLUMNS + tid);
+    if (DK % WARPS != 0 && tid < WARPS * ROWS - DK) q[0][DK + tid] = q[1][DK + tid] = k[0][DK + tid] = k[1][DK + tid] = 0;
+    wait_for_inputs();
 
-    // Of the state, this thread's rows begin here, each DV values behind the other.
-    __device__ __forceinline__ u32 place() const { return warp * ROWS * DV + part * COLUMNS + lane * C; }
-    __device__ __forceinline__ float* state() const { return d.states + segment.slot * d.state_stride + (u64)head * (DK * DV); }
-    __device__ __forceinline__ bool has_row(int i) const { return DK % WARPS == 0 || warp * ROWS + i < DK; }
-    __device__ __forceinline__ void load_rows(const float* from, float (&s)[ROWS][C]) const {
-#pragma unroll
-        for (int i = 0; i < ROWS; i++) {
-#pragma unroll
-            for (int c = 0; c < C; c++) s[i][c] = 0;
-            if (has_row(i)) load_some<C>(from + (u64)i * DV, s[i]);
-        }
-    }
-    __device__ __forceinline__ void store_rows(float* to, const float (&s)[ROWS][C]) const {
-#pragma unroll
-        for (int i = 0; i < ROWS; i++)
-            if (has_row(i)) store_some<C>(to + (u64)i * DV, s[i]);
-    }
-    // Everything but the state and the inputs of a segment: all was written by earlier steps or never.
-    __device__ __forceinline__ void begin(u32 index, u32 item) {
-        segment = d.segments[index];
-        head = item / (DV / COLUMNS);
-        part = item % (DV / COLUMNS);
-        key_head = head / (VALUE_HEADS / KEY_HEADS);
-        const float* conv_in = d.convs + segment.slot * d.conv_stride + segment.parity * (u64)(PAST * CHANNELS);
-#pragma unroll
-        for (int i = 0; i < PER_THREAD; i++) {
-            const u32 n = has_keys ? tid + i * KEY_THREADS : tid - KEY_THREADS;
-            const bool value = !has_keys && i == 0 && n < COLUMNS, key = has_keys && n < DK;
-            first[i].load(has_keys ? key_head * DK + n : 2 * KEY_HEADS * DK + head * DV + part * COLUMNS + n, key || value, conv_in, d.conv_weights);
-            second[i].load(KEY_HEADS * DK + key_head * DK + n, key, conv_in, d.conv_weights);
-        }
-        rate = -expf(__ldg(d.a_log + head));
-        bias = __ldg(d.dt_bias + head);
-        if (tid < COLUMNS) b.gains[tid] = __ldg(d.norm + part * COLUMNS + tid);
-        if (DK % WARPS != 0 && tid < WARPS * ROWS - DK) b.q[0][DK + tid] = b.q[1][DK + tid] = b.k[0][DK + tid] = b.k[1][DK + tid] = 0;
-    }
-    // The window of the convolution for the next step.
-    __device__ __forceinline__ void end() const {
-        float* conv_out = d.convs + segment.slot * d.conv_stride + (1 - segment.parity) * (u64)(PAST * CHANNELS);
-        // Blocks that share channels of q and k would write the same: one of them does.
-        const bool writes_keys = part == 0 && head % (VALUE_HEADS / KEY_HEADS) == 0;
-#pragma unroll
-        for (int i = 0; i < PER_THREAD; i++) {
-            if (has_keys ? writes_keys : i == 0) first[i].store(conv_out);
-            if (has_keys && writes_keys) second[i].store(conv_out);
-        }
-    }
-    // A token.
-    __device__ __forceinline__ void step(u64 row, float (&s)[ROWS][C]) {
-        const float* u = d.projected + row * PROJECTED;
-        const u32 buffer = rows++ & 1;
-        const float beta = __ldcg(u + CHANNELS + VALUE_HEADS * DV + head);
-        const float decay = __ldcg(u + CHANNELS + VALUE_HEADS * DV + VALUE_HEADS + head);
+    for (u32 r = 0; r < segment.rows; r++) {
+        const u64 row = segment.first + r;
+        const float* u = projected + row * PROJECTED;
+        const u32 buffer = r & 1;
+        const float b = __ldcg(u + CHANNELS + VALUE_HEADS * DV + head);
+        const float a = __ldcg(u + CHANNELS + VALUE_HEADS * DV + VALUE_HEADS + head);
         if (has_keys) {
             float qq = 0, kk = 0, qk = 0;
 #pragma unroll
             for (int i = 0; i < PER_THREAD; i++) {
                 if (!first[i].active) continue;
                 const float x = first[i].step(__ldcg(u + first[i].index)), y = second[i].step(__ldcg(u + second[i].index));
-                b.q[buffer][tid + i * KEY_THREADS] = x;
-                b.k[buffer][tid + i * KEY_THREADS] = y;
+                q[buffer][tid + i * KEY_THREADS] = x;
+                k[buffer][tid + i * KEY_THREADS] = y;
                 qq = fmaf(x, x, qq);
                 kk = fmaf(y, y, kk);
                 qk = fmaf(x, y, qk);
@@ -236,147 +198,92 @@ template <int C> struct DeltaBlock {
             kk = warp_sum(kk);
             qk = warp_sum(qk);
             if (lane == 0) {
-                b.sums[buffer][0][warp] = qq;
-                b.sums[buffer][1][warp] = kk;
-                b.sums[buffer][2][warp] = qk;
+                sums[buffer][0][warp] = qq;
+                sums[buffer][1][warp] = kk;
+                sums[buffer][2][warp] = qk;
             }
         } else if (first[0].active) {
             const float z = __ldcg(u + CHANNELS + head * DV + part * COLUMNS + tid - KEY_THREADS);
-            b.values[buffer][tid - KEY_THREADS] = first[0].step(__ldcg(u + first[0].index));
-            b.gates[buffer][tid - KEY_THREADS] = silu(z);
+            values[buffer][tid - KEY_THREADS] = first[0].step(__ldcg(u + first[0].index));
+            gates[buffer][tid - KEY_THREADS] = silu(z);
         }
         __syncthreads();
         float n[3];
 #pragma unroll
-        for (int i = 0; i < 3; i++) n[i] = (b.sums[buffer][i][0] + b.sums[buffer][i][1]) + (b.sums[buffer][i][2] + b.sums[buffer][i][3]);
-        const Gates g = delta_gates(n[0], n[1], n[2], decay, beta, rate, bias);
+        for (int i = 0; i < 3; i++) n[i] = (sums[buffer][i][0] + sums[buffer][i][1]) + (sums[buffer][i][2] + sums[buffer][i][3]);
+        const Gates g = delta_gates(n[0], n[1], n[2], a, b, rate, bias);
         // S^T k and S^T q of the state before its decay.
         float sk[C], sq[C];
 #pragma unroll
         for (int c = 0; c < C; c++) sk[c] = sq[c] = 0;
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
-            const float ki = b.k[buffer][warp * ROWS + i], qi = b.q[buffer][warp * ROWS + i];
+            const float ki = k[buffer][warp * ROWS + i], qi = q[buffer][warp * ROWS + i];
 #pragma unroll
             for (int c = 0; c < C; c++) {
                 sk[c] = fmaf(s[i][c], ki, sk[c]);
                 sq[c] = fmaf(s[i][c], qi, sq[c]);
             }
         }
-        store_some<C>(&b.columns[buffer][0][warp][lane * C], sk);
-        store_some<C>(&b.columns[buffer][1][warp][lane * C], sq);
+        store_some<C>(&columns[buffer][0][warp][lane * C], sk);
+        store_some<C>(&columns[buffer][1][warp][lane * C], sq);
         __syncthreads();
-        float v[C], o[C], add[C];
-        sum_of_parts<C>(b.columns[buffer][0], lane, sk);
-        read_some<C>(&b.values[buffer][lane * C], v);
+        float v[C], o[C], step[C];
+        sum_of_parts<C>(columns[buffer][0], lane, sk);
+        read_some<C>(&values[buffer][lane * C], v);
         asm volatile("" ::: "memory");  // registers do not suffice for both sums' parts at a time
-        sum_of_parts<C>(b.columns[buffer][1], lane, sq);
-#pragma unroll
-        for (int c = 0; c < C; c++) delta_column(g, sk[c], sq[c], v[c], o[c], add[c]);
-#pragma unroll
-        for (int i = 0; i < ROWS; i++) {
-            const float ki = b.k[buffer][warp * ROWS + i];
-#pragma unroll
-            for (int c = 0; c < C; c++) s[i][c] = delta_state(g.alpha, s[i][c], ki, add[c]);
-        }
-        if (warp == 0) put(row, buffer, o);
-    }
-    // What is read out, by one warp.
-    __device__ __forceinline__ void put(u64 row, u32 buffer, const float (&o)[C]) {
-        float out[C], square[C], gain[C], gate[C];
-        read_some<C>(&b.gains[lane * C], gain);
-        read_some<C>(&b.gates[buffer][lane * C], gate);
+        sum_of_parts<C>(columns[buffer][1], lane, sq);
 #pragma unroll
         for (int c = 0; c < C; c++) {
-            out[c] = o[c] * gain[c] * gate[c];
-            square[c] = __fmul_rn(o[c], o[c]);
+            delta_column(g, sk[c], sq[c], v[c], o[c], step[c]);
         }
-        const float sum = sum_of_columns<C>(square);
-        if constexpr (COLUMNS == DV && C == 4) {
-            if (d.to.records) {
-                put_head(row, head, out, sum, d.to, lane);
-                return;
-            }
-        }
-        const u32 column = part * COLUMNS + lane * C;
-        store_some<C>(d.gated + row * (VALUE_HEADS * DV) + head * DV + column, out);
-        if (lane % (32 / C) == 0) d.squares[(row * VALUE_HEADS + head) * VALUE_SPLIT + column / 32] = sum;
-    }
-};
-
-template <int C> __device__ __forceinline__ DeltaBlock<C> delta_block(typename DeltaBlock<C>::Shared& shared, const Delta& d) {
-    const u32 tid = threadIdx.x;
-    return DeltaBlock<C>{shared, d, tid, tid / 32, tid % 32, 0, {}, 0, 0, 0, {}, {}, 0, 0, tid / 32 < KEY_WARPS};
-}
-
-// A block 32 columns of a head of a sequence. Grid: (VALUE_HEADS * DV / 32, segments).
-extern "C" __global__ void __launch_bounds__(THREADS, 2) delta_1(const __grid_constant__ Delta d) {
-    __shared__ DeltaBlock<1>::Shared shared_block;
-    DeltaBlock<1> block = delta_block<1>(shared_block, d);
-    launch_dependents();
-    block.begin(blockIdx.y, blockIdx.x);
-    float s[ROWS][1];
-    block.load_rows(block.state() + block.place(), s);
-    wait_for_inputs();
-    for (u32 r = 0; r < block.segment.rows; r++) block.step(block.segment.first + r, s);
-    block.store_rows(block.state() + block.place(), s);
-    block.end();
-}
-
-// Whole heads of many sequences: blocks take one after the other, whose states are brought to shared memory and back while others are
-// at work. Grid: any number of blocks. Needs compute capability 9.0.
-#define WHOLE (DV % 128 == 0 ? 4 : 1)
-#define STATES 3  // in shared memory
-extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_many(const __grid_constant__ Delta d, u32 segments) {
-    extern __shared__ __align__(128) u8 shared[];
-    __shared__ DeltaBlock<WHOLE>::Shared shared_block;
-    __shared__ u64 full[STATES];
-    constexpr u32 BYTES = DK * DV * 4, PARTS = DV / (32 * WHOLE);
-    DeltaBlock<WHOLE> block = delta_block<WHOLE>(shared_block, d);
-    const u32 all = segments * VALUE_HEADS;
-    auto place_of = [&](u32 item) { return d.states + d.segments[item / VALUE_HEADS].slot * d.state_stride + (u64)(item % VALUE_HEADS) * (DK * DV); };
-    auto fetch = [&](u32 i) {  // by one thread: this block's i-th
-        const u32 item = blockIdx.x + i * gridDim.x;
-        if (item >= all) return;
-        barrier_expect(&full[i % STATES], BYTES);
-        bulk_copy(shared + i % STATES * BYTES, place_of(item), BYTES, &full[i % STATES]);
-    };
-    if (block.tid == 0) {
-        for (u32 i = 0; i < STATES; i++) barrier_init(&full[i], 1);
-        barrier_fence();
-        for (u32 i = 0; i < STATES; i++) fetch(i);
-    }
-    __syncthreads();
-    launch_dependents();
-    u32 i = 0;
-#pragma unroll 1
-    for (u32 item = blockIdx.x; item < all; item += gridDim.x, i++) {
-        float* state = (float*)(shared + i % STATES * BYTES);
-#pragma unroll 1
-        for (u32 part = 0; part < PARTS; part++) {
-            block.begin(item / VALUE_HEADS, item % VALUE_HEADS * PARTS + part);
-            if (i == 0 && part == 0) wait_for_inputs();
-            if (part == 0) barrier_wait(&full[i % STATES], i / STATES & 1);
-            float s[ROWS][WHOLE];
 #pragma unroll
-            for (int r = 0; r < ROWS; r++) {
+        for (int i = 0; i < ROWS; i++) {
+            const float ki = k[buffer][warp * ROWS + i];
 #pragma unroll
-                for (int c = 0; c < WHOLE; c++) s[r][c] = 0;
-                if (block.has_row(r)) read_some<WHOLE>(state + block.place() + r * DV, s[r]);
-            }
-            for (u32 r = 0; r < block.segment.rows; r++) block.step(block.segment.first + r, s);
-            block.store_rows(state + block.place(), s);
-            block.end();
-            if (PARTS > 1) __syncthreads();  // the gains are those of a part
+            for (int c = 0; c < C; c++) s[i][c] = delta_state(g.alpha, s[i][c], ki, step[c]);
         }
-        proxy_fence();
-        __syncthreads();
-        if (block.tid == 0) {
-            bulk_store(block.state(), state, BYTES);
-            // The one before has left its place, which the next but one gets.
-            bulk_stores_read<1>();
-            if (i > 0) fetch(i - 1 + STATES);
+        if (warp == 0) {
+            float out[C], square[C], gain[C], gate[C];
+            read_some<C>(&gains[lane * C], gain);
+            read_some<C>(&gates[buffer][lane * C], gate);
+#pragma unroll
+            for (int c = 0; c < C; c++) {
+                out[c] = o[c] * gain[c] * gate[c];
+                square[c] = __fmul_rn(o[c], o[c]);
+            }
+            const float sum = sum_of_columns<C>(square);
+            if constexpr (COLUMNS == DV && C == 4) {
+                if (to.records) {
+                    put_head(row, head, out, sum, to, lane);
+                    continue;
+                }
+            }
+            store_some<C>(gated + row * (VALUE_HEADS * DV) + head * DV + column, out);
+            if (lane % (32 / C) == 0) squares[(row * VALUE_HEADS + head) * VALUE_SPLIT + column / 32] = sum;
         }
     }
-    if (block.tid == 0) bulk_stores_done();
+#pragma unroll
+    for (int i = 0; i < ROWS; i++)
+        if (DK % WARPS == 0 || warp * ROWS + i < DK) store_some<C>(state + (u64)i * DV, s[i]);
+    // Blocks that share channels of q and k would write the same: one of them does.
+    const bool writes_keys = part == 0 && head % (VALUE_HEADS / KEY_HEADS) == 0;
+#pragma unroll
+    for (int i = 0; i < PER_THREAD; i++) {
+        if (has_keys ? writes_keys : i == 0) first[i].store(conv_out);
+        if (has_keys && writes_keys) second[i].store(conv_out);
+    }
 }
+
+#define DELTA(name, columns)                                                                                                       \
+    extern "C" __global__ void __launch_bounds__(THREADS, 2) name(                                                                 \
+        const Segment* segments, const float* projected, const float* conv_weights, const float* a_log, const float* dt_bias,      \
+        const float* norm, float* states, u64 state_stride, float* convs, u64 conv_stride, float* gated, float* squares, Columns to) { \
+        delta<columns>(segments, projected, conv_weights, a_log, dt_bias, norm, states, state_stride, convs, conv_stride, gated, squares, to); \
+    }
+DELTA(delta_1, 1)
+#if DV % 128 == 0
+DELTA(delta_4, 4)
+#else
+DELTA(delta_4, 1)
+#endif

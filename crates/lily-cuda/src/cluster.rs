@@ -1,4 +1,4 @@
-//! Products of several tokens by clusters of blocks: how they are cut into what `kernels/cluster.cu` takes.
+//! Products of several tokens from 8-bit weights, by clusters of blocks: how they are cut into what `kernels/cluster.cu` takes.
 
 use crate::driver::{Args, Buffer, Context, DriverError, Shape};
 use crate::forward::{Device, Input, Product};
@@ -15,7 +15,7 @@ const DECLARED: u32 = 2 << 10;
 const CAPABILITY: u32 = 90;
 
 /// Kernels whose dynamic shared memory is all that a block may have.
-const KERNELS: [&str; 4] = ["product_q4_8", "product_q4_32", "product_q8_8", "product_q8_32"];
+const KERNELS: [&str; 2] = ["product_q8_8", "product_q8_32"];
 
 /// What a device has for these products.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -53,7 +53,7 @@ impl Clusters {
         }
         let shared = context.shared_memory - DECLARED;
         let shape = Shape { grid: [CLUSTER, 1, 1], threads: WARPS * 32, shared, overlap: false };
-        let most = context.most_clusters(kernels.get("product_q4_32")?, shape, CLUSTER)?;
+        let most = context.most_clusters(kernels.get("product_q8_32")?, shape, CLUSTER)?;
         tracing::debug!("{most} clusters of {CLUSTER} blocks run at a time");
         Ok((most > 0).then_some(Self { most, shared }))
     }
@@ -87,8 +87,6 @@ impl Device {
         // Few row blocks keep few warps busy: then tokens are spread over more clusters.
         let tokens = if p.rows <= 8 || blocks < 2 * clusters.most { 8 } else { 32 };
         let name = match (p.w.packing, tokens) {
-            (Packing::Q4, 8) => "product_q4_8",
-            (Packing::Q4, _) => "product_q4_32",
             (Packing::Q8, 8) => "product_q8_8",
             (Packing::Q8, _) => "product_q8_32",
             _ => return Ok(false),

@@ -9,7 +9,7 @@ use lily_model::weights::Weights;
 
 use crate::buffers::Buffers;
 use crate::driver::{Args, Context, DriverError, Shape, Traffic};
-use crate::forward::{Device, GroupSizes, delta_shared, flash_shared};
+use crate::forward::{Device, GroupSizes, flash_shared};
 use crate::kernels::Kernels;
 use crate::state::{self, State};
 use crate::step::{Layout, Plan};
@@ -84,7 +84,6 @@ impl Device {
             );
             shared.extend(cluster::shared(&context));
             shared.extend(wide::shared(&context));
-            shared.extend(delta_shared(&config, &context).map(|bytes| ("delta_many", bytes)));
             Kernels::load(&context, &config, options.cache.as_deref(), &shared)?
         };
         let weights = match source {
@@ -108,7 +107,6 @@ impl Device {
             grouped,
             clusters,
             wide,
-            delta_many: if options.fast_decode { delta_shared(&config, &context) } else { None },
             token: None,
             context,
             config,

@@ -58,8 +58,6 @@ pub struct Device {
     pub clusters: Option<Clusters>,
     /// Products by warpgroups, where the device has clusters.
     pub wide: Option<Wide>,
-    /// Shared memory of the delta rule for many sequences, where the device has what it takes.
-    pub delta_many: Option<u32>,
     /// Where launches are noted, when a list is wanted.
     pub record: Option<crate::device::Record>,
     /// Kernels that are not launched, to see what a step costs without them. Its results mean nothing then.
@@ -288,38 +286,19 @@ impl Device {
         let [conv, a_log, dt_bias, norm] = vectors.each_ref().map(Buffer::address);
         let states = s.recurrent.address() + index * 4 * g.state_len() as u64;
         let convs = s.conv.address() + index * 2 * 4 * g.conv_state_len() as u64;
-        // Few sequences are spread over many blocks; for many, blocks have whole heads, one after the other.
-        let many = self.delta_many.filter(|_| segments >= 4);
-        // Of a whole head in one lane's reach the norm is known.
-        let ready = many.is_some() && g.value_dim == 128;
-        let [columns, group] = if ready { self.columns_of(output, plan.rows as u32) } else { [0; 2] };
         let mut args = Args::new();
-        args.words(&[
-            segment_table,
-            b.projected.address(),
-            conv,
-            a_log,
-            dt_bias,
-            norm,
-            states,
-            s.sizes.recurrent as u64 / 4,
-            convs,
-            s.sizes.conv as u64 / 4,
-            b.mixed.address(),
-            b.squares.address(),
-            columns,
-            group,
-        ]);
+        args.u64(segment_table).u64(b.projected.address()).u64(conv).u64(a_log).u64(dt_bias).u64(norm);
+        args.u64(states).u64(s.sizes.recurrent as u64 / 4).u64(convs).u64(s.sizes.conv as u64 / 4);
+        args.u64(b.mixed.address()).u64(b.squares.address());
+        // Few sequences are spread over many blocks; for many, a block does once what its columns have in common.
+        let (name, columns) =
+            if segments >= 4 && g.value_dim % 128 == 0 { ("delta_4", 128) } else { ("delta_1", 32) };
+        // Whole heads have their norm.
+        let ready = name == "delta_4" && g.value_dim == columns;
+        args.words(&if ready { self.columns_of(output, plan.rows as u32) } else { [0; 2] });
         let states = u64::from(segments) * 2 * 4 * (g.state_len() + g.conv_state_len()) as u64;
         args.moves(states + vectors.iter().map(|v| v.bytes() as u64).sum::<u64>());
-        let Some(shared) = many else {
-            self.launch("delta_1", [(g.value_width() / 32) as u32, segments, 1], &mut args)?;
-            return Ok(false);
-        };
-        args.u32(segments);
-        let blocks = self.context.multiprocessors.min(segments * g.value_heads as u32);
-        let shape = Shape { grid: [blocks, 1, 1], threads: THREADS, shared, overlap: true };
-        self.launch_with("delta_many", shape, &mut args)?;
+        self.launch(name, [(g.value_width() / columns) as u32, segments, 1], &mut args)?;
         Ok(ready)
     }
 
@@ -549,12 +528,6 @@ impl GroupSizes {
 pub fn flash_shared(c: &Config) -> u32 {
     let row = 2 * c.attention.head_dim as u32;
     16 * row + 2 * 2 * PAGE as u32 * row
-}
-
-/// Dynamic shared memory of `delta_many`: three states. What the kernel declares itself comes on top.
-pub fn delta_shared(c: &Config, context: &Context) -> Option<u32> {
-    let bytes = 3 * 4 * (c.gdn.key_dim * c.gdn.value_dim) as u32;
-    (context.capability >= 90 && bytes + (24 << 10) <= context.shared_memory).then_some(bytes)
 }
 
 /// Row blocks and tokens of a matmul block.

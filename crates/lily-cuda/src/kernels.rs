@@ -73,7 +73,7 @@ pub const SOURCES: [Source; 11] = [
     Source {
         name: "cluster.cu",
         text: include_str!("../kernels/cluster.cu"),
-        kernels: &["product_q4_8", "product_q4_32", "product_q8_8", "product_q8_32"],
+        kernels: &["product_q8_8", "product_q8_32"],
         fits: ALL,
     },
     Source {
@@ -92,7 +92,7 @@ pub const SOURCES: [Source; 11] = [
     Source {
         name: "gdn.cu",
         text: include_str!("../kernels/gdn.cu"),
-        kernels: &["delta_1", "delta_many"],
+        kernels: &["delta_1", "delta_4"],
         fits: ALL,
     },
     Source {
