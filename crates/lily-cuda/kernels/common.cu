@@ -420,8 +420,7 @@ __device__ __forceinline__ float split_row(const float* x, u32 width, const floa
 // Large to small, then small index to large: the order in which experts and tokens are preferred. NaN is last.
 __device__ __forceinline__ u32 order_key(float x) {
     const u32 b = __float_as_uint(x);
-    if (x != x) return 0;
-    return b & 0x80000000u ? ~b : b | 0x80000000u;
+    return x != x ? 0 : b ^ ((u32)((int)b >> 31) | 0x80000000u);
 }
 __device__ __forceinline__ float value_of_key(u32 key) { return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
 
@@ -502,20 +501,29 @@ __device__ __forceinline__ void top_k_of_keys(const u32 (&keys)[LANE_KEYS], int 
     __syncwarp();
 }
 
-// The same of logits in memory.
-__device__ __forceinline__ void warp_top_k(const float* logits, int lane, u64* scratch, u32& index, float& value) {
-    u32 keys[LANE_KEYS];
-#pragma unroll
-    for (int i = 0; i < LANE_KEYS; i++)
-        keys[i] = i < LANE_EXPERTS && lane * LANE_EXPERTS + i < EXPERTS ? order_key(__ldcg(logits + lane * LANE_EXPERTS + i)) : 0u;
-    top_k_of_keys(keys, lane, scratch, index, value);
-}
 
 // Weights of the chosen experts: softmax over all, renormalised over the chosen, is softmax over the chosen.
 __device__ __forceinline__ float top_k_weight(float value, int lane) {
     const float top = __shfl_sync(FULL, value, 0);
     const float e = lane < TOP_K ? expf(value - top) : 0.0f;
     return e / warp_sum(e);
+}
+
+// Chooses a row's experts by one warp: lane k < TOP_K gets the k-th, and all weights go to `weights` (TOP_K and the shared
+// expert's). `logit` gives those of experts, and at EXPERTS the shared gate's. Logits that are NaN come last, each expert once.
+template <typename Logit> __device__ __forceinline__ u32 choose(Logit logit, int lane, u64* scratch, float* weights) {
+    u32 keys[LANE_KEYS], index;
+    float value;
+#pragma unroll
+    for (int i = 0; i < LANE_KEYS; i++) {
+        const u32 expert = lane * LANE_EXPERTS + i;
+        keys[i] = i < LANE_EXPERTS && expert < EXPERTS ? max(order_key(logit(expert)), 1u) : 0u;
+    }
+    top_k_of_keys(keys, lane, scratch, index, value);
+    const float weight = top_k_weight(value, lane);
+    if (lane < TOP_K) weights[lane] = weight;
+    if (lane == TOP_K) weights[TOP_K] = sigmoid(logit(EXPERTS));
+    return index;
 }
 
 // --- bulk copies into shared memory ---

@@ -17,18 +17,13 @@ route(const float* logits, u32 rows, u32 group, float* weights, u32* chosen, u32
     wait_for_inputs();
     u32 mine = 0;  // of the row whose index is `warp`
     for (u32 row = warp; row < rows; row += 32) {
-        u32 index;
-        float value;
         const float* l = logits + (u64)row * ROUTER_ROWS;
-        warp_top_k(l, lane, scratch[warp], index, value);
+        const u32 index = choose([&](u32 i) { return __ldcg(l + i); }, lane, scratch[warp], weights + row * SLOTS);
         if (lane < TOP_K) {
             atomicAdd(&size[index], 1);
             if (row == warp) mine = index;
             else chosen[row * TOP_K + lane] = index;
         }
-        const float weight = top_k_weight(value, lane);
-        if (lane < TOP_K) weights[row * SLOTS + lane] = weight;
-        if (lane == TOP_K) weights[row * SLOTS + TOP_K] = sigmoid(__ldcg(l + EXPERTS));
     }
     __syncthreads();
     // A thread an expert: sums over those before it, first within the warp, then over warps.
@@ -173,12 +168,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) add_experts(const float* w
     launch_dependents();
     wait_for_inputs();
     const u64 row = blockIdx.y;
-    const u32 i = blockIdx.x * THREADS + threadIdx.x;
-    if (i >= HIDDEN) return;
-    float y = 0;
+    const u32 i = blockIdx.x * THREADS + threadIdx.x, lane = threadIdx.x % 32;
+    const bool has = i < HIDDEN;
+    // A weight a lane: if all lanes of all blocks asked for each, they would wait for each other at the one place where it is.
+    const float weight = lane < SLOTS ? __ldcg(weights + row * SLOTS + lane) : 0;
+    float v[SLOTS], y = 0;
 #pragma unroll
-    for (int s = 0; s < SLOTS; s++) y = fmaf(__ldcg(weights + row * SLOTS + s), __ldcg(expanded + (row * SLOTS + s) * HIDDEN + i), y);
-    x[row * HIDDEN + i] += y;
+    for (int s = 0; s < SLOTS; s++) v[s] = has ? __ldcg(expanded + (row * SLOTS + s) * HIDDEN + i) : 0;
+    const float before = has ? __ldcg(x + row * HIDDEN + i) : 0;
+#pragma unroll
+    for (int s = 0; s < SLOTS; s++) y = fmaf(__shfl_sync(FULL, weight, s), v[s], y);
+    if (has) x[row * HIDDEN + i] = before + y;
 }
 
 #define MOE(suffix, form)                                                                                                     \

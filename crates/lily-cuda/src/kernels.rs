@@ -73,7 +73,7 @@ pub const SOURCES: [Source; 10] = [
     Source {
         name: "cluster.cu",
         text: include_str!("../kernels/cluster.cu"),
-        kernels: &["product_q4_8", "product_q4_32", "product_q8_8", "product_q8_32"],
+        kernels: &["product_q4_8", "product_q4_32", "product_q8_8", "product_q8_32", "router_q8"],
         fits: ALL,
     },
     Source {
