@@ -488,8 +488,7 @@ __device__ __forceinline__ float split_row(const float* x, u32 width, const floa
 // Large to small, then small index to large: the order in which experts and tokens are preferred. NaN is last.
 __device__ __forceinline__ u32 order_key(float x) {
     const u32 b = __float_as_uint(x);
-    if (x != x) return 0;
-    return b & 0x80000000u ? ~b : b | 0x80000000u;
+    return x != x ? 0 : b ^ ((u32)((int)b >> 31) | 0x80000000u);
 }
 __device__ __forceinline__ float value_of_key(u32 key) { return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
 
@@ -570,14 +569,6 @@ __device__ __forceinline__ void top_k_of_keys(const u32 (&keys)[LANE_KEYS], int 
     __syncwarp();
 }
 
-// The same of logits in memory.
-__device__ __forceinline__ void warp_top_k(const float* logits, int lane, u64* scratch, u32& index, float& value) {
-    u32 keys[LANE_KEYS];
-#pragma unroll
-    for (int i = 0; i < LANE_KEYS; i++)
-        keys[i] = i < LANE_EXPERTS && lane * LANE_EXPERTS + i < EXPERTS ? order_key(__ldcg(logits + lane * LANE_EXPERTS + i)) : 0u;
-    top_k_of_keys(keys, lane, scratch, index, value);
-}
 
 // Weights of the chosen experts: softmax over all, renormalised over the chosen, is softmax over the chosen.
 __device__ __forceinline__ float top_k_weight(float value, int lane) {
@@ -586,85 +577,19 @@ __device__ __forceinline__ float top_k_weight(float value, int lane) {
     return e / warp_sum(e);
 }
 
-// --- bulk copies into shared memory ---
-
-__device__ __forceinline__ void barrier_init(u64* bar, u32 count) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(count) : "memory");
-#endif
-}
-__device__ __forceinline__ void barrier_fence() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void barrier_expect(u64* bar, u32 bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(bytes) : "memory");
-#endif
-}
-__device__ __forceinline__ void barrier_arrive(u64* bar) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
-#endif
-}
-__device__ __forceinline__ void barrier_wait(u64* bar, u32 parity) {
-#if __CUDA_ARCH__ >= 900
-    u32 done = 0;
-    while (!done)
-        asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-                     : "=r"(done) : "r"(shared_address(bar)), "r"(parity) : "memory");
-#endif
-}
-// Reads of and writes to shared memory so far come before bulk copies behind it.
-__device__ __forceinline__ void proxy_fence() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-}
-// What is read ONCE a step, as weights are, is the first to leave the L2 cache, which holds what kernels pass on to each other.
-template <bool ONCE = true> __device__ __forceinline__ void bulk_copy(void* to, const void* from, u32 bytes, u64* bar) {
-#if __CUDA_ARCH__ >= 900
-    u64 policy;
-    if constexpr (ONCE) asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    else asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-                 ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(bar)), "l"(policy) : "memory");
-#endif
-}
-
-// --- clusters of blocks ---
-
-__device__ __forceinline__ u32 cluster_rank() {
-    u32 rank = 0;
-#if __CUDA_ARCH__ >= 900
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-#endif
-    return rank;
-}
-// The two halves of a barrier of all threads of a cluster; what was written before the first is seen behind the second, unless the
-// barrier only says that threads have come so far.
-template <bool RELEASES = true> __device__ __forceinline__ void cluster_arrive() {
-#if __CUDA_ARCH__ >= 900
-    if constexpr (RELEASES) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-    else asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void cluster_wait() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-// Address of block `rank`'s copy of a shared variable.
-__device__ __forceinline__ u32 peer_address(u32 address, u32 rank) {
-    u32 out = address;
-#if __CUDA_ARCH__ >= 900
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(out) : "r"(address), "r"(rank));
-#endif
-    return out;
-}
-__device__ __forceinline__ void store_peer(u32 address, float x) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
-#endif
+// Chooses a row's experts by one warp: lane k < TOP_K gets the k-th, and all weights go to `weights` (TOP_K and the shared
+// expert's). `logit` gives those of experts, and at EXPERTS the shared gate's. Logits that are NaN come last, each expert once.
+template <typename Logit> __device__ __forceinline__ u32 choose(Logit logit, int lane, u64* scratch, float* weights) {
+    u32 keys[LANE_KEYS], index;
+    float value;
+#pragma unroll
+    for (int i = 0; i < LANE_KEYS; i++) {
+        const u32 expert = lane * LANE_EXPERTS + i;
+        keys[i] = i < LANE_EXPERTS && expert < EXPERTS ? max(order_key(logit(expert)), 1u) : 0u;
+    }
+    top_k_of_keys(keys, lane, scratch, index, value);
+    const float weight = top_k_weight(value, lane);
+    if (lane < TOP_K) weights[lane] = weight;
+    if (lane == TOP_K) weights[TOP_K] = sigmoid(logit(EXPERTS));
+    return index;
 }

@@ -253,12 +253,14 @@ __device__ __forceinline__ void delta(const Segment* segments, const float* proj
                 square[c] = __fmul_rn(o[c], o[c]);
             }
             const float sum = sum_of_columns<C>(square);
+#if __CUDA_ARCH__ >= 900  // only wide.cu takes columns
             if constexpr (COLUMNS == DV && C == 4) {
                 if (to.records) {
                     put_head(row, head, out, sum, to, lane);
                     continue;
                 }
             }
+#endif
             store_some<C>(gated + row * (VALUE_HEADS * DV) + head * DV + column, out);
             if (lane % (32 / C) == 0) squares[(row * VALUE_HEADS + head) * VALUE_SPLIT + column / 32] = sum;
         }

@@ -17,18 +17,13 @@ route(const float* logits, u32 rows, u32 group, float* weights, u32* chosen, u32
     wait_for_inputs();
     u32 mine = 0;  // of the row whose index is `warp`
     for (u32 row = warp; row < rows; row += 32) {
-        u32 index;
-        float value;
         const float* l = logits + (u64)row * ROUTER_ROWS;
-        warp_top_k(l, lane, scratch[warp], index, value);
+        const u32 index = choose([&](u32 i) { return __ldcg(l + i); }, lane, scratch[warp], weights + row * SLOTS);
         if (lane < TOP_K) {
             atomicAdd(&size[index], 1);
             if (row == warp) mine = index;
             else chosen[row * TOP_K + lane] = index;
         }
-        const float weight = top_k_weight(value, lane);
-        if (lane < TOP_K) weights[row * SLOTS + lane] = weight;
-        if (lane == TOP_K) weights[row * SLOTS + TOP_K] = sigmoid(__ldcg(l + EXPERTS));
     }
     __syncthreads();
     // A thread an expert: sums over those before it, first within the warp, then over warps.

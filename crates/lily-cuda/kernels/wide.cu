@@ -167,13 +167,6 @@ struct Output {
     }
 };
 
-// Sixteen bytes into another block's shared memory; its barrier counts them.
-__device__ __forceinline__ void send16(u32 to, float a, float b, float c, float d, u32 bar) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
-                 ::"r"(to), "f"(a), "f"(b), "f"(c), "f"(d), "r"(bar) : "memory");
-#endif
-}
 // Grid: (C * clusters, groups of T tokens). Units are dealt to clusters evenly and in order.
 template <int T, int C> __device__ __forceinline__ void wide(const Matrix& w, const Wide& o) {
 #if __CUDA_ARCH__ >= 900
@@ -261,7 +254,7 @@ template <int T, int C> __device__ __forceinline__ void wide(const Matrix& w, co
         const u32 bar = peer_address(shared_address(&sums[i & 1]), member % C);
         const u32 to = peer_address(shared_address(inbox + (i & 1) * INBOX + ((rank * 2 + group) * OWN + member / C) * PART), member % C) + lane * 16;
 #pragma unroll
-        for (int n = 0; n < T / 4; n += 2) send16(to + n * 256, total[n][0], total[n][1], total[n + 1][0], total[n + 1][1], bar);
+        for (int n = 0; n < T / 4; n += 2) send_peer(to + n * 256, make_float4(total[n][0], total[n][1], total[n + 1][0], total[n + 1][1]), bar);
         if (i > 0) add_up(i - 1);
 #pragma unroll
         for (int j = 0; j < 4; j++) old[j] = there[j];

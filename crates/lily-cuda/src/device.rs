@@ -203,6 +203,18 @@ mod tests {
     }
 
     #[test]
+    fn the_router_of_up_to_32_tokens_chooses_and_that_of_more_is_followed_by_a_list() {
+        for (batch, expected, not) in
+            [(2, "router_q8", "route"), (32, "router_q8", "route"), (33, "route", "router_q8")]
+        {
+            let (config, launches) = launches(batch);
+            let count = |name| launches.iter().filter(|launch| launch.name == name).count();
+            let layers = config.layers.len();
+            assert_eq!([expected, "gate_up_group_q4", not].map(count), [layers, layers, 0], "{batch}");
+        }
+    }
+
+    #[test]
     fn a_checkpoint_in_bf16_is_decoded_by_the_general_kernels() {
         let mut config = Config::from_json(CONFIG_35B_A3B).unwrap();
         config.quantization = None;

@@ -352,38 +352,24 @@ impl Device {
         rows: u32,
         next: Option<(&DeviceMatrix, &Buffer)>,
     ) -> Result<(), DriverError> {
-        let (b, hidden) = (&self.buffers, self.hidden());
-        let (x, y) = (&b.x, &b.router);
-        self.product(&Product {
-            w: &w.router,
-            x,
-            input: Input::Norm(gain),
-            y,
-            rows,
-            add: false,
-            keep: true,
-            ready: false,
-        })?;
-
+        let (b, hidden, x) = (&self.buffers, self.hidden(), &self.buffers.x);
         let grouped = self.grouped && w.gate_up.packing == Packing::Q4 && w.down.packing == Packing::Q4;
-        let group = if grouped { GROUP_BY_COPIES } else { GROUP };
-        let mut args = Args::new();
-        args.u64(b.router.address()).u32(rows).u32(group).u64(b.weights.address()).u64(b.chosen.address());
-        args.u64(b.pairs.address()).u64(b.work.address()).u64(b.counts.address());
-        let shape = Shape { grid: [1, 1, 1], threads: 1024, shared: 0, overlap: true };
-        self.launch_with("route", shape, &mut args)?;
-
-        if w.gate_up.packing.takes_digits() != w.router.packing.takes_digits() {
-            self.prepare(x, Input::Norm(gain), rows, hidden, w.gate_up.packing)?;
-        }
-        if grouped {
-            self.experts_by_copies(w, rows)?;
+        // Rows of which the group kernels list the experts themselves, as there.
+        let listed = 32.min(GROUP_THREADS / self.config.moe.experts_per_token as u32);
+        if grouped && rows <= listed && self.choose(&w.router, gain, rows)? {
+            self.experts_by_copies(w, rows, true)?;
         } else {
-            self.experts(w, rows)?;
+            self.route(&w.router, gain, rows, if grouped { GROUP_BY_COPIES } else { GROUP })?;
+            if w.gate_up.packing.takes_digits() != w.router.packing.takes_digits() {
+                self.prepare(x, Input::Norm(gain), rows, hidden, w.gate_up.packing)?;
+            }
+            match grouped {
+                true => self.experts_by_copies(w, rows, false)?,
+                false => self.experts(w, rows)?,
+            }
         }
-
         let mut args = Args::new();
-        args.u64(b.weights.address()).u64(b.expanded.address()).u64(b.x.address());
+        args.u64(b.weights.address()).u64(b.expanded.address()).u64(x.address());
         args.u64(next.map_or(0, |(_, gain)| gain.address()));
         args.words(&next.map_or([0; 2], |(w, _)| self.columns_of(w, rows))).u64(b.eighths.address());
         let shape =
@@ -391,12 +377,23 @@ impl Device {
         self.launch_with("add_experts", shape, &mut args)
     }
 
+    /// Chooses the experts of any number of rows and lists them in pieces of up to `group` pairs.
+    fn route(&self, router: &DeviceMatrix, gain: &Buffer, rows: u32, group: u32) -> Result<(), DriverError> {
+        let b = &self.buffers;
+        let input = Input::Norm(gain);
+        let (x, y) = (&b.x, &b.router);
+        self.product(&Product { w: router, x, input, y, rows, add: false, keep: true, ready: false })?;
+        let mut args = Args::new();
+        args.u64(b.router.address()).u32(rows).u32(group).u64(b.weights.address()).u64(b.chosen.address());
+        args.u64(b.pairs.address()).u64(b.work.address()).u64(b.counts.address());
+        let shape = Shape { grid: [1, 1, 1], threads: 1024, shared: 0, overlap: true };
+        self.launch_with("route", shape, &mut args)
+    }
+
     /// What every kernel of experts takes first, in a step of `rows` rows.
     fn work(&self, stack: &Stack, rows: u32) -> Args {
-        let b = &self.buffers;
         let mut args = Args::new();
-        args.u64(stack.experts.address()).u64(stack.shared.address()).u64(b.work.address());
-        args.u64(b.counts.address()).u64(b.pairs.address());
+        args.u64(stack.experts.address()).u64(stack.shared.address());
         args.moves(stack.expected_bytes(&self.config.moe, rows));
         args
     }
@@ -408,32 +405,41 @@ impl Device {
         // A block a piece of work, as far as pieces can be many.
         let most = pairs.min(pairs / GROUP + m.experts as u32 + 1).min(256);
         let widest = m.expert_width.max(m.shared_width) as u32;
+        let lists = |args: &mut Args| {
+            args.u64(b.work.address()).u64(b.counts.address()).u64(b.pairs.address());
+        };
         let mut args = self.work(&w.gate_up, rows);
+        lists(&mut args);
         args.u64(b.fragments.address()).u64(b.units.address());
         args.u64(b.scale.address()).u64(b.middle.address());
         self.launch(expert_name("gate_up", w.gate_up.packing), [widest.div_ceil(8), most, 1], &mut args)?;
 
         self.prepare(&b.middle, Input::Plain, pairs, widest, w.down.packing)?;
         let mut args = self.work(&w.down, rows);
+        lists(&mut args);
         args.u64(b.fragments.address()).u64(b.units.address()).u64(b.expanded.address());
         let blocks = self.hidden().div_ceil(TILE_ROWS as u32);
         self.launch(expert_name("down", w.down.packing), [blocks, most, 1], &mut args)
     }
 
-    /// The same, with weights by bulk copies.
-    fn experts_by_copies(&self, w: &DeviceMoe, rows: u32) -> Result<(), DriverError> {
+    /// The same, with weights by bulk copies; of lists that `route` made, or of what `router_q8` has `chosen`.
+    fn experts_by_copies(&self, w: &DeviceMoe, rows: u32, chosen: bool) -> Result<(), DriverError> {
         let (b, sizes) = (&self.buffers, GroupSizes::new(&self.config));
         let shape = |shared| Shape {
             grid: [GROUP_BLOCKS * self.context.multiprocessors, 1, 1],
-            threads: THREADS + 64,
+            threads: GROUP_THREADS,
             shared,
             overlap: true,
         };
+        // `Routed` of the kernels.
+        let chosen = if chosen { b.chosen.address() } else { 0 };
+        let step = [b.work.address(), b.counts.address(), b.pairs.address(), chosen, u64::from(rows)];
         let mut args = self.work(&w.gate_up, rows);
-        args.u64(b.fragments.address()).u64(b.units.address()).u64(b.scale.address()).u64(b.middle.address());
+        args.words(&step).u64(b.fragments.address()).u64(b.units.address());
+        args.u64(b.scale.address()).u64(b.middle.address());
         self.launch_with("gate_up_group_q4", shape(sizes.gate_up), &mut args)?;
         let mut args = self.work(&w.down, rows);
-        args.u64(b.middle.address()).u64(b.expanded.address());
+        args.words(&step).u64(b.middle.address()).u64(b.expanded.address());
         self.launch_with("down_group_q4", shape(sizes.down), &mut args)
     }
 
@@ -491,6 +497,8 @@ impl Device {
     }
 }
 
+/// Threads of the group kernels.
+const GROUP_THREADS: u32 = THREADS + 64;
 /// Blocks of the group kernels on a multiprocessor.
 const GROUP_BLOCKS: u32 = 2;
 /// Strips of weights that a block of the group kernels has in shared memory, as in `kernels/group.cu`.

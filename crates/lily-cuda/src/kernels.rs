@@ -26,7 +26,11 @@ pub struct Source {
 const ALL: fn(&Config, u32) -> bool = |_, _| true;
 
 /// What every file starts with.
-pub const COMMON: [&str; 2] = [include_str!("../kernels/common.cu"), include_str!("../kernels/state.cu")];
+pub const COMMON: [&str; 3] = [
+    include_str!("../kernels/common.cu"),
+    include_str!("../kernels/hopper.cu"),
+    include_str!("../kernels/state.cu"),
+];
 
 /// All files.
 pub const SOURCES: [Source; 11] = [
@@ -73,7 +77,7 @@ pub const SOURCES: [Source; 11] = [
     Source {
         name: "cluster.cu",
         text: include_str!("../kernels/cluster.cu"),
-        kernels: &["product_q8_8", "product_q8_32"],
+        kernels: &["product_q8_8", "product_q8_32", "router_q8"],
         fits: ALL,
     },
     Source {
@@ -158,7 +162,7 @@ pub const LOCAL_MEMORY: [(&str, u32); 1] = [("rotary_table", 128)];
 impl Source {
     /// The whole text of the file.
     pub fn full_text(&self) -> String {
-        [COMMON[0], COMMON[1], self.text].concat()
+        [COMMON[0], COMMON[1], COMMON[2], self.text].concat()
     }
 }
 
