@@ -87,23 +87,22 @@ template <int C> __device__ __forceinline__ float sum_of_columns(const float (&i
     return x[0];
 }
 
-// C consecutive values with a sum.
-template <int C> struct Some {
-    float v[C];
-};
-template <int C> __device__ __forceinline__ Some<C> operator+(Some<C> a, const Some<C>& b) {
-#pragma unroll
-    for (int c = 0; c < C; c++) a.v[c] += b.v[c];
-    return a;
-}
+// Sums of eight parts as `sum_of` makes them, in as few registers as there are.
 template <int C> __device__ __forceinline__ void sum_of_parts(const float (*parts)[32 * C], int lane, float (&out)[C]) {
-    const Some<C> sum = sum_of<WARPS>([&](int k) {
-        Some<C> part;
-        read_some<C>(&parts[k][lane * C], part.v);
-        return part;
-    });
 #pragma unroll
-    for (int c = 0; c < C; c++) out[c] = sum.v[c];
+    for (int half = 0; half < 2; half++) {
+        float sum[C], p[C];
+#pragma unroll
+        for (int pair = 0; pair < 2; pair++) {
+            float a[C];
+            read_some<C>(&parts[half * 4 + pair * 2][lane * C], a);
+            read_some<C>(&parts[half * 4 + pair * 2 + 1][lane * C], p);
+#pragma unroll
+            for (int c = 0; c < C; c++) sum[c] = pair == 0 ? a[c] + p[c] : sum[c] + (a[c] + p[c]);
+        }
+#pragma unroll
+        for (int c = 0; c < C; c++) out[c] = half == 0 ? sum[c] : out[c] + sum[c];
+    }
 }
 
 // A head's four values a lane as columns, times its 1 / rms. square: the sum of squares of the 32 values of this lane and seven others.
