@@ -167,32 +167,73 @@ struct Output {
     }
 };
 
-// Grid: (C * clusters, groups of T tokens). Units are dealt to clusters evenly and in order.
+// What a block has of a product: units are dealt to clusters evenly and in order.
+template <int T, int C> struct Part {
+    static constexpr u32 RECORD = record_bytes(T), EIGHTHS = WARPS / SHARES(C);
+    const Matrix& w;
+    const Wide& o;
+    u32 rank, eighth;               // in the cluster; the first of the row's eighths that are this block's
+    u32 first, middle, last, most;  // tiles of the first warpgroup and of the second; of any block
+    u32 blocks, begin, all;         // row blocks of the matrix; units
+    __device__ __forceinline__ Part(const Matrix& w, const Wide& o) : w(w), o(o), rank(cluster_rank()) {
+        const u32 cluster = blockIdx.x / C, clusters = gridDim.x / C;
+        eighth = rank * 2 * EIGHTHS;
+        first = first_tile(eighth, w.k_tiles);
+        middle = first_tile(eighth + EIGHTHS, w.k_tiles);
+        last = first_tile(eighth + 2 * EIGHTHS, w.k_tiles);
+        most = (w.k_tiles + C - 1) / C;
+        blocks = (w.rows + TILE_ROWS - 1) / TILE_ROWS;
+        const u32 units = (blocks + UNIT - 1) / UNIT;
+        begin = cluster * units / clusters;
+        all = (cluster + 1) * units / clusters - begin;
+    }
+    // Asks for the weights of unit i, by one thread.
+    __device__ __forceinline__ void fetch(u32 i, u8* weights, u64* full) const {
+        if (i >= all) return;
+        const u32 block0 = (begin + i) * UNIT, n = min((u32)UNIT, blocks - block0);
+        const u32 bytes = (last - first) * tile_bytes<Q4>(), stage = most * UNIT * tile_bytes<Q4>();
+        barrier_expect(&full[i % o.stages], n * bytes);
+        for (u32 r = 0; r < n && bytes > 0; r++)
+            bulk_copy(weights + i % o.stages * stage + r * most * tile_bytes<Q4>(), w.tiles + ((u64)(block0 + r) * w.k_tiles + first) * tile_bytes<Q4>(),
+                      bytes, &full[i % o.stages]);
+    }
+    // Asks for the inputs, each warpgroup's part apart. Many come by all threads, beside the bulk copies of weights and not behind them.
+    __device__ __forceinline__ void bring_inputs(u8* records, u64* inputs) const {
+        const u8* from = o.columns + ((u64)blockIdx.y * w.k_tiles + first) * RECORD;
+        if constexpr (T > 8) {
+            const u32 group = threadIdx.x / 128, tile = group ? middle - first : 0, bytes = (group ? last - middle : middle - first) * RECORD;
+            for (u32 i = threadIdx.x % 128 * 16; i < bytes; i += 128 * 16) copy16(records + tile * RECORD + i, from + tile * RECORD + i, true);
+        } else if (threadIdx.x == 0) {
+            auto bring = [&](u32 begin, u32 end, u64* bar) {
+                barrier_expect(bar, (end - begin) * RECORD);
+                if (end > begin) bulk_copy<false>(records + (begin - first) * RECORD, from + (begin - first) * RECORD, (end - begin) * RECORD, bar);
+            };
+            bring(first, middle, &inputs[0]);
+            bring(middle, last, &inputs[1]);
+        }
+    }
+    __device__ __forceinline__ void await_inputs(u32 group, u64* inputs) const {
+        if constexpr (T > 8) {
+            asm volatile("cp.async.wait_all;" ::: "memory");
+            proxy_fence();  // the tensor cores read them as bulk copies write
+            asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
+        } else {
+            barrier_wait(&inputs[group], 0);
+        }
+    }
+};
+
+// Grid: (C * clusters, groups of T tokens).
 template <int T, int C> __device__ __forceinline__ void wide(const Matrix& w, const Wide& o) {
 #if __CUDA_ARCH__ >= 900
-    constexpr u32 RECORD = record_bytes(T), EIGHTHS = WARPS / SHARES(C);
     constexpr u32 OWN = UNIT / C;  // row blocks of a unit whose outputs a block of the cluster adds up
     constexpr u32 PART = T * TILE_ROWS, INBOX = SHARES(C) * OWN * PART;
     __shared__ u64 full[STAGES], inputs[2], sums[2];
     const u32 tid = threadIdx.x, warp = __shfl_sync(FULL, tid / 32, 0), lane = tid % 32, group = warp / 4, member = warp % 4;
-    const u32 rank = cluster_rank(), cluster = blockIdx.x / C, clusters = gridDim.x / C;
-    const u32 token0 = blockIdx.y * T, tokens = min((u32)T, o.tokens - token0);
-    const u32 eighth = rank * 2 * EIGHTHS, first = first_tile(eighth, w.k_tiles), middle = first_tile(eighth + EIGHTHS, w.k_tiles);
-    const u32 last = first_tile(eighth + 2 * EIGHTHS, w.k_tiles), most = (w.k_tiles + C - 1) / C;
-    const u32 blocks = (w.rows + TILE_ROWS - 1) / TILE_ROWS, units = (blocks + UNIT - 1) / UNIT;
-    const u32 begin = cluster * units / clusters, all = (cluster + 1) * units / clusters - begin;
+    const Part<T, C> p(w, o);
     u8* records = shared;
-    float* inbox = (float*)(shared + most * RECORD);  // [2][share][row block][pair of rows of tokens][lane][4]
+    float* inbox = (float*)(shared + p.most * p.RECORD);  // [2][share][row block][pair of rows of tokens][lane][4]
     u8* weights = (u8*)(inbox + 2 * INBOX);
-    const u32 row_bytes = (last - first) * tile_bytes<Q4>(), stage = most * UNIT * tile_bytes<Q4>();
-    auto fetch = [&](u32 i) {  // by one thread
-        if (i >= all) return;
-        const u32 block0 = (begin + i) * UNIT, n = min((u32)UNIT, blocks - block0);
-        barrier_expect(&full[i % o.stages], n * row_bytes);
-        for (u32 r = 0; r < n && row_bytes > 0; r++)
-            bulk_copy(weights + i % o.stages * stage + r * most * tile_bytes<Q4>(), w.tiles + ((u64)(block0 + r) * w.k_tiles + first) * tile_bytes<Q4>(),
-                      row_bytes, &full[i % o.stages]);
-    };
     if (tid == 0) {
         for (u32 i = 0; i < STAGES; i++) barrier_init(&full[i], 1);
         for (u32 i = 0; i < 2; i++) {
@@ -200,24 +241,17 @@ template <int T, int C> __device__ __forceinline__ void wide(const Matrix& w, co
             barrier_init(&sums[i], 1);
         }
         barrier_fence();
-        for (u32 i = 0; i < o.stages; i++) fetch(i);
+        for (u32 i = 0; i < o.stages; i++) p.fetch(i, weights, full);
     }
     __syncthreads();
     launch_dependents();
     cluster_arrive<false>();
     wait_for_inputs();
-    if (tid == 0) {
-        const u8* from = o.columns + ((u64)blockIdx.y * w.k_tiles + first) * RECORD;
-        auto bring = [&](u32 begin, u32 end, u64* bar) {
-            barrier_expect(bar, (end - begin) * RECORD);
-            if (end > begin) bulk_copy<false>(records + (begin - first) * RECORD, from + (begin - first) * RECORD, (end - begin) * RECORD, bar);
-        };
-        bring(first, middle, &inputs[0]);
-        bring(middle, last, &inputs[1]);
-    }
+    p.bring_inputs(records, inputs);
     // Which outputs this thread adds up: of this block's row block `own` rows g and g + 8, of two tokens.
     const u32 pair = warp % (T / 8), own = warp / (T / 8);
-    const u32 row0 = (begin * UNIT + own * C + rank) * TILE_ROWS + (lane >> 2);
+    const u32 token0 = blockIdx.y * T, tokens = min((u32)T, o.tokens - token0);
+    const u32 row0 = (p.begin * UNIT + own * C + p.rank) * TILE_ROWS + (lane >> 2);
     Output outputs[2];
     float old[4];  // of the unit that is added up next
     if (own < OWN)
@@ -236,23 +270,23 @@ template <int T, int C> __device__ __forceinline__ void wide(const Matrix& w, co
 #pragma unroll
         for (int j = 0; j < 4; j++) outputs[j / 2].store(o, w, row0 + i * (UNIT * TILE_ROWS) + j % 2 * 8, sums[j], old[j]);
     };
-    const u32 mine = (group ? middle : first) - first;
+    const u32 mine = (group ? p.middle : p.first) - p.first;
 #pragma unroll 1
-    for (u32 i = 0; i < all; i++) {
+    for (u32 i = 0; i < p.all; i++) {
         float there[4] = {};
         if (own < OWN)
 #pragma unroll
             for (int j = 0; j < 4; j++) there[j] = outputs[j / 2].old(o, w, row0 + i * (UNIT * TILE_ROWS) + j % 2 * 8);
-        if (i == 0) barrier_wait(&inputs[group], 0);
+        if (i == 0) p.await_inputs(group, inputs);
         barrier_wait(&full[i % o.stages], i / o.stages & 1);
         float total[T / 4][2];
-        multiply_part<EIGHTHS, T>(weights + i % o.stages * stage + (member * most + mine) * tile_bytes<Q4>(), records + mine * RECORD,
-                                  eighth + group * EIGHTHS, w.k_tiles, lane, total);
+        multiply_part<p.EIGHTHS, T>(weights + (i % o.stages * (p.most * UNIT) + member * p.most + mine) * tile_bytes<Q4>(), records + mine * p.RECORD,
+                                    p.eighth + group * p.EIGHTHS, w.k_tiles, lane, total);
         // At first: all blocks of the cluster run. Then: their warps are through with the unit before.
         cluster_wait();
-        if (i > 0 && tid == 0) fetch(i - 1 + o.stages);
+        if (i > 0 && tid == 0) p.fetch(i - 1 + o.stages, weights, full);
         const u32 bar = peer_address(shared_address(&sums[i & 1]), member % C);
-        const u32 to = peer_address(shared_address(inbox + (i & 1) * INBOX + ((rank * 2 + group) * OWN + member / C) * PART), member % C) + lane * 16;
+        const u32 to = peer_address(shared_address(inbox + (i & 1) * INBOX + ((p.rank * 2 + group) * OWN + member / C) * PART), member % C) + lane * 16;
 #pragma unroll
         for (int n = 0; n < T / 4; n += 2) send_peer(to + n * 256, make_float4(total[n][0], total[n][1], total[n + 1][0], total[n + 1][1]), bar);
         if (i > 0) add_up(i - 1);
@@ -261,7 +295,7 @@ template <int T, int C> __device__ __forceinline__ void wide(const Matrix& w, co
         proxy_fence();  // the unit's weights are read
         cluster_arrive<false>();
     }
-    add_up(all - 1);
+    add_up(p.all - 1);
     cluster_wait();  // no block ends while others send to it
 #endif
 }
