@@ -21,8 +21,6 @@ const SMALL: usize = 32;
 const TILE_STRIDE: usize = 36;
 /// Pairs of token and slot in a tile: `PAIR_ROWS` of `experts.metal`.
 const PAIR_ROWS: usize = 32;
-/// Threads of `sort_pairs`: `SORT_THREADS` of `experts.metal`.
-const SORT_THREADS: usize = 1024;
 /// Words of a `Tile` of `experts.metal`.
 const TILE_WORDS: usize = 3;
 /// Rows of a tile of `attend_rows`, and its SIMD-groups.
@@ -276,7 +274,7 @@ impl Builder<'_> {
         self.launch("sum_slots", [hidden.div_ceil(256), rows.len(), 1], 256, Vec::new(), bindings);
     }
 
-    /// Tiles of pairs, at most: an expert's last one may have a single pair.
+    /// Tiles of pairs, at most: an expert's last one may have a single pair. As `first_tile` of `experts.metal` has it.
     fn most_tiles(&self) -> usize {
         let (tokens, m) = (self.all_rows().len(), &self.config.moe);
         let pairs = tokens * m.experts_per_token;
@@ -303,8 +301,9 @@ impl Builder<'_> {
             .scratch("order", slots, &rows, Access::Write)
             .scratch("tiles", TILE_WORDS, &(0..most), Access::Write)
             .list;
-        let memory = vec![(m.experts + 1).next_multiple_of(4) * F32];
-        self.launch("sort_pairs", [1, 1, 1], SORT_THREADS, memory, bindings);
+        // A SIMD-group for each expert and the shared one.
+        let grid = [(m.experts + 1).div_ceil(4), 1, 1];
+        self.launch("sort_pairs", grid, 4 * LANES, Vec::new(), bindings);
     }
 
     /// Gate, up and down of all pairs.

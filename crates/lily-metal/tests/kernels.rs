@@ -304,7 +304,7 @@ fn every_barrier_is_needed() {
     let nano = nano();
     let source = source::source(&nano.config, KvType::F32);
     let barriers: Vec<usize> = source.match_indices(BARRIER).map(|(at, _)| at).collect();
-    assert_eq!(barriers.len(), 19);
+    assert_eq!(barriers.len(), 18);
     let survivors: Vec<usize> = (0..barriers.len())
         .filter(|&i| {
             let (before, after) = source.split_at(barriers[i]);
