@@ -85,7 +85,7 @@ kernel void sort_pairs(
     const uint end = before + simd_sum(count);
 
     uint placed = before;
-    for (uint first_row = 0; placed < end; first_row += LANES) {
+    for (uint first_row = 0; first_row < sizes->rows && placed < end; first_row += LANES) {
         const uint first_pair = (first_row + lane) * SLOTS;
         const uint slots = first_row + lane < sizes->rows ? SLOTS : 0;
         uint found = 0;

@@ -178,7 +178,8 @@ fn chunk_matrices(inputs: &[[Vec<f32>; 2]], gates: &[[f32; 2]], to: &mut [f32]) 
         // The column of the inverse of I + beta L K K^T, times beta.
         let mut solved = [0.0; BLOCK];
         for i in block * BLOCK..(block + 1) * BLOCK {
-            let above = (j..i).map(|m| known(i, m) * solved[m % BLOCK]).sum::<f64>();
+            // With the zeros above the diagonal: what is not finite reaches its whole block.
+            let above = (block * BLOCK..i).map(|m| known(i, m) * solved[m % BLOCK]).sum::<f64>();
             solved[i % BLOCK] = if i < j { 0.0 } else { beta(i) * (if i == j { 1.0 } else { -above }) };
             put(6 + block, i, j, solved[i % BLOCK]);
             put(10 + block, i, j, -solved[i % BLOCK] * decay(0, j + 1));
