@@ -397,7 +397,8 @@ fn values_may_be_very_large_or_small() {
     check("scales", &mut machine, &[(7, 5, Want::All)], &mut before);
 }
 
-/// Without any one of their barriers the kernels are wrong, in one order of threads or another, and the checks above see it.
+/// Without any one of their barriers the kernels are wrong, in one order of threads or another, and the checks above see it; and
+/// there is a race.
 #[test]
 #[ignore = "minutes: compiles the kernels once for each barrier"]
 fn every_barrier_is_needed() {
@@ -406,21 +407,31 @@ fn every_barrier_is_needed() {
     let source = source::source(&nano.config, KvType::F32);
     let barriers: Vec<usize> = source.match_indices(BARRIER).map(|(at, _)| at).collect();
     assert_eq!(barriers.len(), 22);
-    let survivors: Vec<usize> = (0..barriers.len())
-        .filter(|&i| {
-            let (before, after) = source.split_at(barriers[i]);
-            let mutant = format!("{before}{}", after.split_once(';').unwrap().1);
-            let mut machine = nano.machine_of(&mutant, KvType::F32, Guard::End);
-            let check = || {
-                check_tokens("mutant", &mut machine, &[130, 131, 2100]);
-                let steps: [&[_]; 3] =
-                    [&[(0, 65, Want::Last)], &[(2100, 17, Want::Last)], &[(60, 33, Want::Last)]];
-                check_batches("mutant", &mut machine, &steps);
-            };
-            std::panic::catch_unwind(std::panic::AssertUnwindSafe(check)).is_ok()
-        })
-        .collect();
-    assert!(survivors.is_empty(), "barriers that can be removed unseen, of all in order: {survivors:?}");
+    let without = |i: usize| {
+        let (before, after) = source.split_at(barriers[i]);
+        format!("{before}{}", after.split_once(';').unwrap().1)
+    };
+    let unseen = |i: &usize| problem(&nano, &without(*i), false).is_none();
+    let no_race = |i: &usize| problem(&nano, &without(*i), true).is_none_or(|why| !why.contains("a race on"));
+    let [unseen, no_race] = [
+        (0..barriers.len()).filter(unseen).collect::<Vec<_>>(),
+        (0..barriers.len()).filter(no_race).collect::<Vec<_>>(),
+    ];
+    assert!(unseen.is_empty(), "barriers that can be removed unseen, of all in order: {unseen:?}");
+    assert!(no_race.is_empty(), "barriers that can be removed without a race, of all in order: {no_race:?}");
+}
+
+/// What is wrong with the kernels of a text.
+fn problem(nano: &Model, text: &str, races: bool) -> Option<String> {
+    let mut machine = nano.machine_of(text, KvType::F32, Guard::End);
+    machine.races = races;
+    let check = || {
+        check_tokens("mutant", &mut machine, &[130, 131, 2100]);
+        let steps: [&[_]; 3] = [&[(0, 65, Want::Last)], &[(2100, 17, Want::Last)], &[(60, 33, Want::Last)]];
+        check_batches("mutant", &mut machine, &steps);
+    };
+    let panic = std::panic::catch_unwind(std::panic::AssertUnwindSafe(check)).err()?;
+    Some(panic.downcast_ref::<String>().cloned().unwrap_or_default())
 }
 
 /// Steps that launch every kernel.

@@ -1,5 +1,6 @@
 //! Runs kernels on the CPU: see `shim/runtime.cpp`.
 
+use std::collections::BTreeSet;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
@@ -9,7 +10,7 @@ use std::sync::Mutex;
 use libloading::Library;
 use libloading::os::unix;
 
-use super::signature::Signature;
+use super::signature::{Parameter, Signature};
 use super::text::{Way, whole};
 use super::{Bound, Guard, Memory, Order, Shape};
 
@@ -17,6 +18,10 @@ use super::{Bound, Guard, Memory, Order, Shape};
 struct Request {
     kernel: *const c_char,
     buffers: *const *mut c_void,
+    buffer_count: u32,
+    written: *const Written,
+    written_count: u32,
+    races: bool,
     memory: *const u32,
     memory_count: u32,
     grid: [u32; 3],
@@ -24,9 +29,37 @@ struct Request {
     order: u32,
 }
 
+/// Memory that a kernel may write.
+#[repr(C)]
+struct Written {
+    memory: *mut c_void,
+    bytes: usize,
+}
+
+/// Two accesses that nothing orders.
+#[repr(C)]
+#[derive(Default)]
+struct Race {
+    argument: u32,
+    in_threadgroup_memory: bool,
+    same_threadgroup: bool,
+    offset: usize,
+    first: Access,
+    second: Access,
+}
+
+#[repr(C)]
+#[derive(Default)]
+struct Access {
+    thread: u32,
+    /// The address behind the access in the library's code.
+    code: u32,
+    writes: bool,
+}
+
 type Allocate = unsafe extern "C" fn(usize, bool) -> *mut c_void;
 type Release = unsafe extern "C" fn(*mut c_void, usize);
-type Run = unsafe extern "C" fn(*const Request, *mut c_char, usize) -> c_int;
+type Run = unsafe extern "C" fn(*const Request, *mut c_char, usize, *mut Race) -> c_int;
 
 /// Memory beside a guard.
 pub struct Guarded {
@@ -62,7 +95,11 @@ pub fn shim() -> PathBuf {
 }
 
 /// Kernels as a library of this machine.
-pub struct Cpu(Library);
+pub struct Cpu {
+    library: Library,
+    path: PathBuf,
+    source: String,
+}
 
 impl Cpu {
     /// Compiles Metal source with the C++ compiler; the source itself is not changed. The result is kept for the next run.
@@ -71,13 +108,13 @@ impl Cpu {
         let guard = ONE_AT_A_TIME.lock().unwrap_or_else(|broken| broken.into_inner());
         let text = whole(source, signatures, Way::Cpu);
         let mut hash = DefaultHasher::new();
-        for file in ["metal_stdlib", "entry.h", "runtime.cpp"] {
+        for file in ["metal_stdlib", "entry.h", "races.h", "runtime.cpp"] {
             std::fs::read(shim().join(file)).unwrap().hash(&mut hash);
         }
-        (&text, FLAGS).hash(&mut hash);
+        (&text, FLAGS, WATCHED).hash(&mut hash);
         let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("metal-{:016x}", hash.finish()));
-        let library = folder.join("kernels.so");
-        if !library.exists() {
+        let path = folder.join("kernels.so");
+        if !path.exists() {
             std::fs::create_dir_all(&folder).unwrap();
             std::fs::write(folder.join("lily.cpp"), text).unwrap();
             build(&folder);
@@ -85,17 +122,17 @@ impl Cpu {
         // Never unloaded, since it handles faults from its first launch on.
         let flags = unix::RTLD_NOW | unix::RTLD_LOCAL | libc::RTLD_NODELETE;
         // SAFETY: the library was built from our sources; its constructors only make a list.
-        let library = unsafe { unix::Library::open(Some(library), flags) }.unwrap().into();
+        let library = unsafe { unix::Library::open(Some(&path), flags) }.unwrap().into();
         drop(guard);
-        Self(library)
+        Self { library, path, source: source.to_owned() }
     }
 
     pub fn allocate(&self, bytes: usize, guard: Guard) -> Guarded {
         // SAFETY: the functions have these types in runtime.cpp.
         let (allocate, release) = unsafe {
             (
-                *self.0.get::<Allocate>(b"shim_allocate\0").unwrap(),
-                *self.0.get::<Release>(b"shim_release\0").unwrap(),
+                *self.library.get::<Allocate>(b"shim_allocate\0").unwrap(),
+                *self.library.get::<Release>(b"shim_release\0").unwrap(),
             )
         };
         // SAFETY: it only allocates.
@@ -104,13 +141,16 @@ impl Cpu {
         Guarded { address: address.cast(), bytes, release }
     }
 
-    /// Runs a kernel of the library that has as many buffers and threadgroup memory arguments, in memory of this library.
+    /// Runs a kernel of the library that has as many buffers and threadgroup memory arguments, in memory of this library. With
+    /// `races`, one is an error.
     pub fn launch(
         &self,
+        signature: &Signature,
         shape: Shape,
         memories: &mut [Memory],
         bound: &[Bound],
         order: Order,
+        races: bool,
     ) -> Result<(), String> {
         let Shape { kernel, grid, threads, memory } = shape;
         let name = CString::new(kernel).unwrap();
@@ -118,10 +158,18 @@ impl Cpu {
         let address =
             |&(index, offset): &Bound| unsafe { memories[index].guarded().address.add(offset) }.cast();
         let buffers: Vec<*mut c_void> = bound.iter().map(address).collect();
+        let written: Vec<Written> = written(signature, bound)
+            .map(|index| memories[index].guarded())
+            .map(|memory| Written { memory: memory.address.cast(), bytes: memory.bytes })
+            .collect();
         let memory: Vec<u32> = memory.iter().map(|&n| n as u32).collect();
         let request = Request {
             kernel: name.as_ptr(),
             buffers: buffers.as_ptr(),
+            buffer_count: buffers.len() as u32,
+            written: written.as_ptr(),
+            written_count: written.len() as u32,
+            races,
             memory: memory.as_ptr(),
             memory_count: memory.len() as u32,
             grid: grid.map(|n| n as u32),
@@ -133,23 +181,69 @@ impl Cpu {
             },
         };
         let mut error = [0 as c_char; 400];
+        let mut race = Race::default();
         // SAFETY: the function has this type in runtime.cpp; all pointers live until it returns, and the kernels' accesses
         // are held to their buffers by guard pages.
         let code = unsafe {
-            self.0.get::<Run>(b"shim_launch\0").unwrap()(&request, error.as_mut_ptr(), error.len())
+            let run = self.library.get::<Run>(b"shim_launch\0").unwrap();
+            run(&request, error.as_mut_ptr(), error.len(), &mut race)
         };
         // SAFETY: the runtime ends it with a zero.
         let error = || unsafe { CStr::from_ptr(error.as_ptr()) }.to_string_lossy().into_owned();
-        if code == 0 { Ok(()) } else { Err(error()) }
+        match code {
+            0 => Ok(()),
+            2 => Err(format!("{} {}", error(), self.told(&race))),
+            _ => Err(error()),
+        }
+    }
+
+    fn told(&self, race: &Race) -> String {
+        let Race { argument, in_threadgroup_memory, offset, first, second, .. } = race;
+        let memory = if *in_threadgroup_memory { "threadgroup memory" } else { "buffer" };
+        let access = |access: &Access| {
+            let does = if access.writes { "writes" } else { "reads" };
+            format!("thread {} {does} it in {}", access.thread, self.line(access.code))
+        };
+        let order = match race.same_threadgroup {
+            true => "no barrier between them",
+            false => "the first of an earlier threadgroup: nothing orders threadgroups",
+        };
+        format!("on {memory} {argument}, byte {offset}: {}; {}; {order}", access(first), access(second))
+    }
+
+    /// The line of the kernels' text that a call was made from, and those that called that one.
+    fn line(&self, code: u32) -> String {
+        let output = Command::new("addr2line")
+            .args(["-i", "-s", "-e"])
+            .arg(&self.path)
+            .arg(format!("{:x}", code - 1))
+            .output()
+            .unwrap_or_else(|e| {
+                panic!("addr2line can't be run ({e}): install it (Debian: apt install binutils)")
+            });
+        let frames = String::from_utf8_lossy(&output.stdout).into_owned();
+        let number = |frame: &str| frame.strip_prefix("lily.metal:")?.split(' ').next()?.parse().ok();
+        let numbers: Vec<usize> = frames.lines().filter_map(number).collect();
+        let text = numbers.first().and_then(|&n| self.source.lines().nth(n - 1)).unwrap_or_default().trim();
+        let numbers = numbers.iter().map(usize::to_string).collect::<Vec<_>>();
+        format!("line {}, `{text}`", numbers.join(", called from "))
     }
 }
 
+/// Indices of the memory that a kernel may write, each once.
+fn written<'a>(signature: &'a Signature, bound: &'a [Bound]) -> impl Iterator<Item = usize> {
+    let writable = signature.parameters.iter().filter_map(|parameter| match parameter {
+        Parameter::Buffer { index, writable: true } => Some(bound[*index].0),
+        _ => None,
+    });
+    writable.collect::<BTreeSet<usize>>().into_iter()
+}
+
 /// Indices of private arrays, shifts and alignment are checked; a fault says so.
-const FLAGS: [&str; 12] = [
+const FLAGS: [&str; 11] = [
     "-std=c++17",
     "-O2",
     "-fPIC",
-    "-shared",
     "-Wall",
     "-Werror",
     "-Wno-attributes",
@@ -161,18 +255,37 @@ const FLAGS: [&str; 12] = [
     "-fsanitize-undefined-trap-on-error",
 ];
 
+/// Of the kernels alone: their accesses are told to the runtime, with lines.
+const WATCHED: [&str; 5] =
+    ["-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0", "-fno-partial-inlining", "-g1", "-c"];
+
 fn build(folder: &Path) {
-    let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned());
-    let made = folder.join(format!("kernels-{}.so", std::process::id()));
-    let output = Command::new(&compiler)
-        .args(FLAGS)
-        .arg("-I")
-        .arg(shim())
-        .args([folder.join("lily.cpp"), shim().join("runtime.cpp")])
-        .arg("-o")
-        .arg(&made)
-        .output()
-        .unwrap_or_else(|e| panic!("the C++ compiler {compiler} can't be run ({e}): install one (Debian: apt install build-essential)"));
+    let made = folder.join(format!("kernels-{}", std::process::id()));
+    let (object, library) = (made.with_extension("o"), made.with_extension("so"));
+    compile(
+        Command::new(compiler())
+            .args(FLAGS)
+            .args(WATCHED)
+            .arg(folder.join("lily.cpp"))
+            .arg("-o")
+            .arg(&object),
+    );
+    // Not linked with ThreadSanitizer's own runtime; everything that is called must be there.
+    let runtime = shim().join("runtime.cpp");
+    let link = ["-shared", "-Wl,-z,defs", "-o"];
+    compile(Command::new(compiler()).args(FLAGS).arg(runtime).arg(&object).args(link).arg(&library));
+    std::fs::remove_file(object).unwrap();
+    std::fs::rename(library, folder.join("kernels.so")).unwrap();
+}
+
+fn compiler() -> String {
+    std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned())
+}
+
+fn compile(command: &mut Command) {
+    let output = command.arg("-I").arg(shim()).output().unwrap_or_else(|e| {
+        let compiler = compiler();
+        panic!("the C++ compiler {compiler} can't be run ({e}): install one (Debian: apt install build-essential)")
+    });
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    std::fs::rename(made, folder.join("kernels.so")).unwrap();
 }

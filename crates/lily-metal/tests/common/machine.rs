@@ -13,6 +13,8 @@ pub struct Machine<'m> {
     pub kernels: &'static Kernels,
     pub kv: KvType,
     pub order: Order,
+    /// Whether a race is an error.
+    pub races: bool,
     guard: Guard,
     weights: HashMap<Contents, Memory>,
     sequences: Vec<Sequence>,
@@ -41,7 +43,17 @@ pub struct Feed<'t>(pub usize, pub &'t [u32], pub Want);
 impl<'m> Machine<'m> {
     pub fn new(model: &'m Model, kernels: &'static Kernels, kv: KvType, guard: Guard) -> Self {
         let (weights, steps) = (HashMap::new(), HashMap::new());
-        Self { model, kernels, kv, order: Order::Forward, guard, weights, sequences: Vec::new(), steps }
+        Self {
+            model,
+            kernels,
+            kv,
+            order: Order::Forward,
+            races: true,
+            guard,
+            weights,
+            sequences: Vec::new(),
+            steps,
+        }
     }
 
     /// Adds a sequence.
@@ -149,7 +161,7 @@ impl<'m> Machine<'m> {
         let bound: Vec<Bound> = launch.bindings.iter().map(|b| b.offset).enumerate().collect();
         let &Launch { kernel, grid, threads, .. } = launch;
         let shape = Shape { kernel, grid, threads, memory: &launch.threadgroup_memory };
-        self.kernels.launch(shape, &mut taken, &bound, self.order).unwrap();
+        self.kernels.launch_watched(shape, &mut taken, &bound, self.order, self.races).unwrap();
         for (binding, memory) in launch.bindings.iter().zip(taken) {
             let contents = step.plan.buffers[binding.buffer].contents.clone();
             self.home(step, binding.buffer).insert(contents, memory);

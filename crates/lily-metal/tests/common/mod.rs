@@ -149,13 +149,26 @@ impl Kernels {
         memory
     }
 
-    /// Runs a kernel, each of its buffers bound to a place in `memories`, which may be the same for several.
+    /// Runs a kernel, each of its buffers bound to a place in `memories`, which may be the same for several. On the CPU a race
+    /// is an error.
     pub fn launch(
         &self,
         shape: Shape,
         memories: &mut [Memory],
         bound: &[Bound],
         order: Order,
+    ) -> Result<(), String> {
+        self.launch_watched(shape, memories, bound, order, true)
+    }
+
+    /// As [`Self::launch`]; without `races`, one shows only in what is computed.
+    pub fn launch_watched(
+        &self,
+        shape: Shape,
+        memories: &mut [Memory],
+        bound: &[Bound],
+        order: Order,
+        races: bool,
     ) -> Result<(), String> {
         let kernel = shape.kernel;
         let signature = self.signatures.iter().find(|s| s.name == kernel);
@@ -165,7 +178,7 @@ impl Kernels {
             assert!(offset < memories[index].bytes, "{kernel}: bound behind the end");
         }
         match &self.device {
-            Device::Cpu(cpu) => cpu.launch(shape, memories, bound, order),
+            Device::Cpu(cpu) => cpu.launch(signature, shape, memories, bound, order, races),
             Device::Gpu(gpu) => gpu.launch(signature, shape, memories, bound),
         }
     }

@@ -1,7 +1,8 @@
 // Runs kernels on the CPU. The threads of a threadgroup are fibers of one OS thread, resumed one after the other in a given
 // order; a barrier or a SIMD-group function suspends a fiber until all that must come have come. Every buffer and every
 // threadgroup memory argument lies beside pages that can't be touched, so an access outside of it is a fault, which ends the
-// launch with a message.
+// launch with a message. Races are found by races.h.
+#include <dlfcn.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdint.h>
@@ -10,6 +11,7 @@
 #include <sys/mman.h>
 #include <ucontext.h>
 
+#include <atomic>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -24,6 +26,8 @@
 
 namespace shim {
 namespace {
+#include "races.h"
+
 constexpr uint MOST_THREADS = 1024;
 constexpr size_t PAGE = 4096;
 /// Bytes on either side of a buffer that can't be touched: only addresses are spent, and a wild index must not meet other memory.
@@ -62,6 +66,7 @@ struct Machine {
     std::vector<std::pair<void*, size_t>> memory;
     Group group{};
     uint threads = 0, at_barrier = 0;
+    Races races;
     const char* problem = nullptr;
     ~Machine();
 };
@@ -94,18 +99,53 @@ void fiber_main() {
     }
 }
 
+/// Memory and, behind its second guard, a cell for each byte of it.
+struct Room {
+    size_t bytes;
+    explicit Room(size_t n) : bytes((n + PAGE - 1) / PAGE * PAGE) {}
+    size_t all() const { return 2 * GUARD + bytes * (1 + sizeof(Cell)); }
+    unsigned char* first(void* address) const {
+        return reinterpret_cast<unsigned char*>(reinterpret_cast<uintptr_t>(address) / PAGE * PAGE);
+    }
+    Cell* cells(void* address) const { return reinterpret_cast<Cell*>(first(address) + bytes + GUARD); }
+};
+
 void* allocate(size_t bytes, bool guard_end) {
-    const size_t room = (bytes + PAGE - 1) / PAGE * PAGE;
-    void* all = mmap(nullptr, room + 2 * GUARD, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    const Room room(bytes);
+    void* all = mmap(nullptr, room.all(), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (all == MAP_FAILED) return nullptr;
     unsigned char* first = static_cast<unsigned char*>(all) + GUARD;
-    if (mprotect(first, room, PROT_READ | PROT_WRITE) != 0) return nullptr;
-    return guard_end ? first + (room - (bytes + 15) / 16 * 16) : first;
+    if (mprotect(first, room.bytes, PROT_READ | PROT_WRITE) != 0) return nullptr;
+    if (mprotect(room.cells(first), room.bytes * sizeof(Cell), PROT_READ | PROT_WRITE) != 0) return nullptr;
+    return guard_end ? first + (room.bytes - (bytes + 15) / 16 * 16) : first;
 }
 
 void release(void* address, size_t bytes) {
-    const uintptr_t first = reinterpret_cast<uintptr_t>(address) / PAGE * PAGE - GUARD;
-    munmap(reinterpret_cast<void*>(first), (bytes + PAGE - 1) / PAGE * PAGE + 2 * GUARD);
+    const Room room(bytes);
+    munmap(room.first(address) - GUARD, room.all());
+}
+
+/// Watches memory that was allocated with this length.
+void watch(void* address, size_t bytes, bool anew) {
+    const Room room(bytes);
+    const uintptr_t first = reinterpret_cast<uintptr_t>(room.first(address));
+    machine.races.watched.push_back({first, first + room.bytes, room.cells(address), anew});
+}
+
+/// Where this library was loaded.
+const uintptr_t library = [] {
+    Dl_info info{};
+    dladdr(reinterpret_cast<void*>(allocate), &info);
+    return reinterpret_cast<uintptr_t>(info.dli_fbase);
+}();
+constexpr char RACE[] = "a race";
+
+/// An access of a kernel, told by the compiler.
+void access(void* address, size_t size, bool writes, void* code) {
+    if (!running) return;
+    const uint offset = uint(reinterpret_cast<uintptr_t>(code) - library);
+    const uintptr_t at = reinterpret_cast<uintptr_t>(address);
+    if (!machine.races.note(at, size, writes, machine.current->index, offset)) fail(RACE);
 }
 
 Machine::~Machine() {
@@ -182,6 +222,7 @@ bool run_threadgroup(const std::vector<uint>& order) {
     // NaN in every number that isn't written first.
     for (auto& m : machine.memory) memset(m.first, 0xff, m.second);
     machine.at_barrier = 0;
+    machine.races.begin_threadgroup();
     uint done = 0;
     while (done < machine.threads) {
         bool moved = false;
@@ -237,6 +278,7 @@ Pointer threadgroup_memory(uint index) { return {machine.memory[index].first}; }
 void barrier() {
     if (++machine.at_barrier < machine.threads) return suspend(State::at_barrier);
     machine.at_barrier = 0;
+    machine.races.barrier();
     for (uint i = 0; i < machine.threads; ++i) machine.fibers[i].state = State::ready;
 }
 
@@ -265,9 +307,20 @@ const unsigned char* exchange(Operation operation, const void* value, uint size,
 
 using namespace shim;
 
+/// Memory that a kernel may write.
+struct Written {
+    void* memory;
+    size_t bytes;
+};
+
 struct Request {
     const char* kernel;
     void* const* buffers;
+    uint buffer_count;
+    /// Races are looked for in these and in threadgroup memory, if `races` says so.
+    const Written* written;
+    uint written_count;
+    bool races;
     const uint* memory;
     uint memory_count;
     uint grid[3];
@@ -280,9 +333,23 @@ extern "C" void* shim_allocate(size_t bytes, bool guard_end) { return allocate(b
 
 extern "C" void shim_release(void* address, size_t bytes) { release(address, bytes); }
 
-/// Runs a kernel that there is, with as many buffers and lengths of threadgroup memory as it has. 0, or 1 with the reason in
-/// `error`.
-extern "C" int shim_launch(const Request* request, char* error, size_t error_size) {
+/// Which argument the raced-for address belongs to.
+static void find_argument(const Request* request, Race& race) {
+    uintptr_t best = 0;
+    const auto consider = [&](uint argument, const void* begin) {
+        const uintptr_t at = reinterpret_cast<uintptr_t>(begin);
+        if (at > machine.races.address || at < best) return;
+        best = at;
+        race.argument = argument;
+    };
+    for (uint i = 0; race.in_threadgroup_memory && i < request->memory_count; ++i) consider(i, machine.memory[i].first);
+    for (uint i = 0; !race.in_threadgroup_memory && i < request->buffer_count; ++i) consider(i, request->buffers[i]);
+    race.offset = machine.races.address - best;
+}
+
+/// Runs a kernel that there is, with as many buffers and lengths of threadgroup memory as it has. 0; or 1 with the reason in
+/// `error`; or 2, that being a race, which is put down in `race`.
+extern "C" int shim_launch(const Request* request, char* error, size_t error_size, Race* race) {
     catch_faults();
     here = &own_machine;
     machine.kernel = kernels;
@@ -292,10 +359,16 @@ extern "C" int shim_launch(const Request* request, char* error, size_t error_siz
     machine.problem = nullptr;
     for (auto& m : machine.memory) release(m.first, m.second);
     machine.memory.clear();
+    machine.races.begin_launch();
+    if (machine.races.exhausted()) machine.problem = "more barriers than races.h can count: run fewer tests at once";
     for (uint i = 0; i < request->memory_count; ++i) {
         machine.memory.push_back({allocate(request->memory[i], true), request->memory[i]});
         if (!machine.memory.back().first) machine.problem = "no memory";
     }
+    for (uint i = 0; request->races && !machine.problem && i < request->memory_count; ++i)
+        watch(machine.memory[i].first, machine.memory[i].second, true);
+    for (uint i = 0; request->races && i < request->written_count; ++i)
+        watch(request->written[i].memory, request->written[i].bytes, false);
     if (!machine.stacks && !make_fibers()) machine.problem = "no memory";
     const std::vector<uint> threads = make_order(request->threads, request->order);
     const uint width = request->grid[0], height = request->grid[1], groups = width * height * request->grid[2];
@@ -308,7 +381,31 @@ extern "C" int shim_launch(const Request* request, char* error, size_t error_siz
     running = false;
     if (!machine.problem) return 0;
     make_fibers();
+    const bool raced = machine.problem == RACE;
+    if (raced) {
+        *race = machine.races.race;
+        find_argument(request, *race);
+    }
     snprintf(error, error_size, "%s, threadgroup (%u, %u, %u), thread %u: %s", request->kernel, machine.group.x,
              machine.group.y, machine.group.z, machine.current ? machine.current->index : 0, machine.problem);
-    return 1;
+    return raced ? 2 : 1;
+}
+
+// What the compiler calls. There are no others: the library doesn't link if it needs one.
+#define ACCESS(name, size, writes) \
+    void __tsan_##name(void* address) { access(address, size, writes, __builtin_return_address(0)); }
+extern "C" {
+void __tsan_init() {}
+ACCESS(read1, 1, false)
+ACCESS(read2, 2, false)
+ACCESS(read4, 4, false)
+ACCESS(read8, 8, false)
+ACCESS(read16, 16, false)
+ACCESS(write1, 1, true)
+ACCESS(write2, 2, true)
+ACCESS(write4, 4, true)
+ACCESS(write8, 8, true)
+ACCESS(write16, 16, true)
+void __tsan_read_range(void* address, size_t size) { access(address, size, false, __builtin_return_address(0)); }
+void __tsan_write_range(void* address, size_t size) { access(address, size, true, __builtin_return_address(0)); }
 }

@@ -89,7 +89,7 @@ kernel void behind_threadgroup_memory(
     uint i [[thread_index_in_threadgroup]]
 ) {
     shared[i + 1] = 1.0f;
-    out[i] = shared[i];
+    out[i] = shared[i + 1];
 }
 
 [[max_total_threads_per_threadgroup(64)]]
@@ -139,10 +139,12 @@ kernel void missed_product(
     uint i [[thread_index_in_threadgroup]]
 ) {
     simdgroup_float8x8 sum = make_filled_simdgroup_matrix<float, 8, 8>(1.0f);
-    if (i % 32 < 31) {
+    if (i < 31) {
         simdgroup_multiply(sum, sum, sum);
     }
-    simdgroup_store(sum, out, 8);
+    if (i < 32) {
+        simdgroup_store(sum, out, 8);
+    }
 }
 
 /// A barrier is missing that shows only where one SIMD-group is further than the other.
