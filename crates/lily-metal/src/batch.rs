@@ -380,17 +380,15 @@ impl Builder<'_> {
         }
     }
 
-    /// The first of each group of logits in a row of them.
+    /// The first candidate of each group of logits in a row of them.
     fn best(&mut self, segment: usize, row: usize) {
-        let (row_bytes, groups) = (self.config.vocab_size * F32, self.head_groups());
-        let to = segment..segment + 1;
+        let row_bytes = self.config.vocab_size * F32;
         let bindings = self
             .bind()
             .part(Contents::Logits, row * row_bytes..(row + 1) * row_bytes, Access::Read)
-            .scratch("best_logits", groups, &to, Access::Write)
-            .scratch("best_tokens", groups, &to, Access::Write)
+            .candidates(segment)
             .list;
-        let grid = [groups.div_ceil(HEAD_SIMDGROUPS), 1, 1];
+        let grid = [self.draw_groups().div_ceil(HEAD_SIMDGROUPS), 1, 1];
         self.launch("best", grid, HEAD_SIMDGROUPS * LANES, Vec::new(), bindings);
     }
 

@@ -6,6 +6,7 @@ use std::ops::Range;
 use lily_model::config::Config;
 use lily_model::manifest::Module;
 
+use crate::draw;
 use crate::plan::{Access, Binding, Buffer, Contents, GROUP, KvType, Launch, PAGE, Plan, Segment, State};
 
 /// Bytes of a number.
@@ -66,6 +67,11 @@ impl<'a> Builder<'a> {
     pub fn bits(&self, name: &str) -> usize {
         let affine = self.modules.get(name).and_then(|module| module.affine(self.config));
         affine.map_or(0, |affine| affine.bits)
+    }
+
+    /// Groups of logits: `DRAW_GROUPS` of `sample.metal`.
+    pub fn draw_groups(&self) -> usize {
+        self.config.vocab_size.div_ceil(draw::GROUP)
     }
 
     fn buffer(&mut self, segment: usize, contents: Contents, bytes: usize) -> usize {
@@ -184,6 +190,29 @@ impl Bindings<'_, '_> {
     /// The position of a segment's sequence.
     pub fn position(self, segment: usize, access: Access) -> Self {
         self.small_of(segment, Contents::Position, F32, access)
+    }
+
+    /// How a segment's next token is drawn, and the first candidate of each group of logits, with what else the draw may need.
+    pub fn candidates(self, segment: usize) -> Self {
+        let (vocab, capacity) = (self.builder.config.vocab_size, self.builder.segments[segment].capacity);
+        let changes = draw::most_changes(vocab, capacity) * draw::CHANGE_WORDS * F32;
+        self.draw(segment)
+            .small_of(segment, Contents::Changes, changes, Access::Read)
+            .small_of(segment, Contents::Mask, draw::mask_words(vocab) * F32, Access::Read)
+            .tokens(segment, Access::Read)
+            .scratch("adjusted", vocab, &(segment..segment + 1), Access::Write)
+            .best(segment, Access::Write)
+    }
+
+    /// How a segment's next token is drawn.
+    pub fn draw(self, segment: usize) -> Self {
+        self.small_of(segment, Contents::Draw, draw::WORDS * F32, Access::Read)
+    }
+
+    /// The first candidate of each group of a segment's logits.
+    pub fn best(self, segment: usize, access: Access) -> Self {
+        let words = self.builder.draw_groups() * draw::BEST_WORDS;
+        self.scratch("best", words, &(segment..segment + 1), access)
     }
 
     /// State of a Gated DeltaNet layer.

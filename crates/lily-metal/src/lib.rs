@@ -5,6 +5,7 @@
 mod aligned;
 pub mod backend;
 pub mod device;
+pub mod draw;
 mod export;
 mod load;
 #[cfg(target_vendor = "apple")]

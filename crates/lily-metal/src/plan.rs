@@ -1,8 +1,8 @@
 //! What a step launches, as plain data: a host has only to encode it.
 //!
 //! A step has a [`Segment`] for each sequence that it advances. It reads tokens and positions from device memory, advances the
-//! states, and leaves the logits that are wanted, the token of the largest one as the sequence's next, and the next position. So
-//! the same list serves every step of the same segments.
+//! states, and leaves the logits that are wanted, a token drawn from the last ones as the sequence's next, and the next position.
+//! So the same list serves every step of the same segments.
 
 use std::ops::Range;
 
@@ -85,6 +85,12 @@ pub enum Contents {
     Position,
     /// Of a segment: the pages of its sequence, in order, u32 `[capacity / PAGE]`, rounded up. All layers use the same.
     Pages,
+    /// Of a segment: [`crate::draw::Draw::words`], how the token behind its last one is drawn.
+    Draw,
+    /// Of a segment: [`crate::draw::Draw::changes`].
+    Changes,
+    /// Of a segment: [`crate::draw::Draw::mask`].
+    Mask,
     /// Of a segment: u32, 1 if one of the last token's logits is not finite, else 0. Written if logits are wanted.
     Broken,
     /// f32, `[rows, vocab]`: those of the first segment, then those of the next one; see [`Want`].
@@ -389,7 +395,12 @@ fn check_shapes(c: &Config) -> Result<(), PlanError> {
     let shared_by = a.heads / a.kv_heads;
     let checks = [
         ("hidden_size", c.hidden_size, multiple(c.hidden_size, 64), "a multiple of 64"),
-        ("vocab_size", c.vocab_size, multiple(c.vocab_size, 4), "a multiple of 4"),
+        (
+            "vocab_size",
+            c.vocab_size,
+            multiple(c.vocab_size, 4) && c.vocab_size <= 1 << 19,
+            "a multiple of 4, at most 524288",
+        ),
         ("linear_num_value_heads", g.value_heads, multiple(g.value_heads, 4), "a multiple of 4"),
         (
             "linear_key_head_dim",

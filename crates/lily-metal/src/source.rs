@@ -7,7 +7,7 @@ use lily_model::config::Config;
 use crate::plan::{KvType, PAGE, PARTS};
 
 /// The files of `kernels/`, in the order in which they make one library.
-const FILES: [&str; 9] = [
+const FILES: [&str; 10] = [
     include_str!("../kernels/common.metal"),
     include_str!("../kernels/embed.metal"),
     include_str!("../kernels/matmul.metal"),
@@ -16,6 +16,7 @@ const FILES: [&str; 9] = [
     include_str!("../kernels/attend_rows.metal"),
     include_str!("../kernels/moe.metal"),
     include_str!("../kernels/experts.metal"),
+    include_str!("../kernels/sample.metal"),
     include_str!("../kernels/head.metal"),
 ];
 

@@ -379,11 +379,14 @@ fn an_invalid_batch_is_refused_and_changes_nothing() {
     // Each rule has its test in lily-model; here, what this backend knows of its sequences.
     let ids = |start, ids: &[u32]| vec![segment(a, start, ids, Want::Nothing)];
     let last = vec![Segment { seq: a, start: 2, tokens: Tokens::LastSampled, want: Want::Nothing }];
+    let params = SampleParams { logit_bias: vec![(1, 0.5); 4097].into(), ..SampleParams::greedy() };
+    let biased = vec![segment(a, 2, &[3], Want::Sample(params.into()))];
     let cases = [
         (ids(0, &[3]), "continues at 0, but has 2 tokens"),
         (ids(2, &[1; 7]), "would have 9 tokens, its capacity is 8"),
         (ids(2, &[384]), "token 384, the vocabulary has 384"),
         (last, "has sampled nothing yet"),
+        (biased, "has 4097 logit biases, the most is 4096"),
     ];
     for (segments, words) in cases {
         let e = backend.forward(&Batch { segments }).unwrap_err().to_string();
@@ -394,7 +397,7 @@ fn an_invalid_batch_is_refused_and_changes_nothing() {
     assert_close(&feed(&mut backend, a, 2, &[3]), &fresh(&model, &[1, 2, 3])[2..]);
 }
 
-/// What the kernels don't draw the host does, from the same logits, and the next step goes on from there.
+/// Two steps in flight: the second one's penalties know of the token that the first has yet to draw.
 #[test]
 fn draws_are_those_of_the_model() {
     let model = nano();
@@ -409,27 +412,27 @@ fn draws_are_those_of_the_model() {
         logprobs: Some(3),
         ..SampleParams::greedy()
     };
+    let kept = SampleParams { top_k: 20, top_p: 0.95, logprobs: None, ..params.clone() };
+    let kinds = [params, kept, SampleParams::greedy()];
     let seq = backend.create(40).unwrap();
     let (mut fed, mut tickets, mut drawn) = (vec![1, 2, 3], VecDeque::new(), Vec::new());
-    for i in 0..8 {
+    for i in 0..12u32 {
         let tokens = if i == 0 { Tokens::Ids(fed.clone()) } else { Tokens::LastSampled };
-        // Every third token is the kernels' own.
-        let want = if i % 3 == 2 { greedy() } else { Want::Sample(params.clone().into()) };
+        let want = Want::Sample(kinds[i as usize % 3].clone().into());
         let start = if i == 0 { 0 } else { 2 + i };
         tickets.push_back(
             backend.forward(&Batch { segments: vec![Segment { seq, start, tokens, want }] }).unwrap(),
         );
-        if tickets.len() == 2 || i == 7 {
+        if tickets.len() == 2 {
             drawn.extend(backend.wait(tickets.pop_front().unwrap()).unwrap());
         }
     }
     drawn.extend(tickets.into_iter().flat_map(|ticket| backend.wait(ticket).unwrap()));
-    assert_eq!(drawn.len(), 8);
+    assert_eq!(drawn.len(), 12);
     for (i, output) in drawn.into_iter().enumerate() {
         let Output::Sampled(got) = output.unwrap() else { panic!("no token") };
         let mut logits = reference(&model, &fed).pop().unwrap();
-        let expected = if i % 3 == 2 { SampleParams::greedy() } else { params.clone() };
-        let expected = sample(&mut logits, &fed, &expected);
+        let expected = sample(&mut logits, &fed, &kinds[i % 3]);
         assert_eq!(got.token, expected.token, "token {i}");
         if let (Some(got), Some(expected)) = (&got.logprobs, &expected.logprobs) {
             assert!((got.token - expected.token).abs() < 1e-4);
@@ -437,6 +440,7 @@ fn draws_are_those_of_the_model() {
         assert_eq!(got.logprobs.is_some(), expected.logprobs.is_some());
         fed.push(got.token);
     }
+    assert!(backend.device().most_waiting >= 2, "steps wait for each other");
 }
 
 #[test]

@@ -16,10 +16,12 @@ use common::{Guard, Kernels, Order, Shape};
 use lily_cuda::compile::Compiler;
 use lily_cuda::driver::{Buffer, Context, Event, Function};
 use lily_cuda::profile::{copy_bandwidth, median_us};
+use lily_metal::draw::Draw;
 use lily_metal::plan::{self, Contents, KvType, Launch, Plan, Segment, State, Want};
 use lily_metal::{plan_step, source};
 use lily_model::config::Config;
 use lily_model::presets::CONFIG_35B_A3B;
+use lily_model::sample::SampleParams;
 
 const WRONG: &str = include_str!("shim/wrong.metal");
 
@@ -166,6 +168,9 @@ impl Device {
             let exact: Vec<u8> = match &buffer.contents {
                 Contents::Turns => turns.iter().flat_map(|t| t.to_le_bytes()).collect(),
                 Contents::Numbers(numbers) => words(&mut numbers.iter().copied()),
+                Contents::Draw => {
+                    words(&mut Draw::new(&SampleParams::greedy(), &[], false, 0).words.into_iter())
+                }
                 Contents::Pages => words(&mut (0..count)),
                 Contents::Token => words(&mut (0..count).map(|i| (i * 7919 + 1) % vocab)),
                 _ => Vec::new(),

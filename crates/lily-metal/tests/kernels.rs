@@ -4,18 +4,19 @@
 
 mod common;
 
+use common::draws::Drawer;
 use common::machine::{Machine, Step};
 use common::model::{Model, edge_shapes, folder};
 use common::signature::{Parameter, Signature, signatures};
 use common::{Guard, ORDERS};
 use fastrand::Rng;
 use half::bf16;
+use lily_metal::draw::Draw;
 use lily_metal::plan::{Access, Binding, Contents, KvType, Launch, Segment, State, Want};
-use lily_metal::selftest::Launched;
+use lily_metal::selftest::{Drawn, Launched};
 use lily_metal::{plan_step, source};
 use lily_model::config::Config;
 use lily_model::presets::CONFIG_35B_A3B;
-use lily_model::sample::argmax;
 
 /// Of the largest value.
 const TOLERANCE: f32 = 2e-5;
@@ -115,7 +116,7 @@ fn check_launch(name: &str, machine: &mut Machine, step: &mut Step, layer: usize
                 let tolerance = if rounds { BF16_TOLERANCE } else { TOLERANCE };
                 assert_close(&what, &launched.merged(&got_values, &weights), &expected, tolerance);
             }
-            Contents::Scratch("chosen" | "order" | "tiles" | "best_tokens") => {
+            Contents::Scratch("chosen" | "order" | "tiles" | "best") => {
                 let bits = |x: Vec<f32>| x.into_iter().map(f32::to_bits).collect::<Vec<_>>();
                 assert_eq!(bits(got_values), bits(expected), "{what}");
             }
@@ -133,7 +134,7 @@ fn check_launch(name: &str, machine: &mut Machine, step: &mut Step, layer: usize
 }
 
 /// Checks what a step leaves for the next one.
-fn check_end(name: &str, machine: &mut Machine, step: &mut Step, positions: &[usize]) {
+fn check_end(name: &str, machine: &mut Machine, step: &mut Step, positions: &[usize], drawn: &[Drawn]) {
     let mut rows = 0;
     let vocab = machine.model.config.vocab_size;
     for (segment, (Segment { tokens, want, .. }, start)) in
@@ -145,8 +146,8 @@ fn check_end(name: &str, machine: &mut Machine, step: &mut Step, positions: &[us
         if want != Want::Nothing {
             let next = [word(Contents::Token), word(Contents::Broken)];
             let logits = machine.of(step, 0, &Contents::Logits).floats();
-            let best = argmax(&logits[(rows - 1) * vocab..rows * vocab]);
-            assert_eq!(next, [best, 0], "{name}, segment {segment}");
+            let expected = drawn[segment].token(&logits[(rows - 1) * vocab..rows * vocab]);
+            assert_eq!(next, [expected, 0], "{name}, segment {segment}: {:?}", drawn[segment].params);
         }
     }
 }
@@ -164,16 +165,26 @@ fn check(name: &str, machine: &mut Machine, segments: &[(usize, usize, Want)], b
         })
         .collect();
     let mut step = machine.step(&feeds);
-    for (segment, &(position, tokens, _)) in segments.iter().enumerate() {
+    let mut drawn = Vec::new();
+    for (segment, &(position, tokens, want)) in segments.iter().enumerate() {
         randomise(machine, &mut step, segment, position, &mut random);
         let vocab = machine.model.config.vocab_size as u32;
         let tokens: Vec<u32> = (0..tokens).map(|_| random.u32(0..vocab)).collect();
+        let how = Drawn::random(machine.draws, position, &tokens, vocab as usize, &mut random);
+        if want != Want::Nothing {
+            let Draw { words, changes, mask } = how.draw(vocab as usize);
+            machine.of(&mut step, segment, &Contents::Draw).put(words);
+            machine.of(&mut step, segment, &Contents::Changes).put(changes);
+            machine.of(&mut step, segment, &Contents::Mask).put(mask);
+            machine.draws += 1;
+        }
+        drawn.push(how);
         machine.of(&mut step, segment, &Contents::Token).put(tokens);
     }
     let name = format!("{name}, {segments:?}");
     check_step(&name, machine, &mut step, before);
     let positions: Vec<usize> = segments.iter().map(|s| s.0).collect();
-    check_end(&name, machine, &mut step, &positions);
+    check_end(&name, machine, &mut step, &positions, &drawn);
 }
 
 /// One token at each position, in every order.
@@ -304,7 +315,7 @@ fn every_barrier_is_needed() {
     let nano = nano();
     let source = source::source(&nano.config, KvType::F32);
     let barriers: Vec<usize> = source.match_indices(BARRIER).map(|(at, _)| at).collect();
-    assert_eq!(barriers.len(), 19);
+    assert_eq!(barriers.len(), 22);
     let survivors: Vec<usize> = (0..barriers.len())
         .filter(|&i| {
             let (before, after) = source.split_at(barriers[i]);
@@ -315,6 +326,7 @@ fn every_barrier_is_needed() {
                 let steps: [&[_]; 3] =
                     [&[(0, 65, Want::Last)], &[(2100, 17, Want::Last)], &[(60, 33, Want::Last)]];
                 check_batches("mutant", &mut machine, &steps);
+                Drawer::new(&nano.config, &mutant).check(24, 1);
             };
             std::panic::catch_unwind(std::panic::AssertUnwindSafe(check)).is_ok()
         })

@@ -35,6 +35,7 @@ fn plans() -> Vec<Plan> {
     kinds.map(step).to_vec()
 }
 
+/// However its successor is drawn: no plan depends on that.
 #[test]
 fn a_token_of_the_real_model_takes_at_most_270_kernels_and_stages() {
     let (_, plan) = real();

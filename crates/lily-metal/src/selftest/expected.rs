@@ -7,8 +7,10 @@ use lily_cpu::math::{l2_normalise, rms_norm, rotary, rotate, sigmoid, silu, soft
 use lily_cpu::reference::{L2_EPS, matvec};
 use lily_model::config::Config;
 use lily_model::matrix::Matrix;
+use lily_model::sample::{SampleParams, argmax};
 use lily_model::weights::{Attention, Gdn, Layer, Mixer, Weights};
 
+use crate::draw::{self, Draw};
 use crate::plan::{Contents, KvType, State};
 
 mod experts;
@@ -453,13 +455,19 @@ impl Launched<'_> {
         vec![scratch("attended", gated.collect())]
     }
 
+    /// The first logit of each group, if nothing changes them; what else a draw makes of them shows in its token.
     fn best(&self) -> Expected {
+        let Some(draw) = self.before.get(&Contents::Draw) else { return Vec::new() };
+        let plain = Draw::new(&SampleParams::greedy(), &[], false, self.config.vocab_size).words;
+        // Kind, changes and mask.
+        if [4, 11, 13].iter().any(|&word| draw[word].to_bits() != plain[word]) {
+            return Vec::new();
+        }
         let logits = self.before.get(&Contents::Logits).map_or(&[][..], Vec::as_slice);
-        let first = |(block, logits): (usize, &[f32])| {
-            let best = lily_model::sample::argmax(logits) as usize;
-            (logits[best], bits(block * 32 + best))
+        let first = |(group, logits): (usize, &[f32])| {
+            let best = argmax(logits) as usize;
+            [logits[best], 0.0, bits(group * draw::GROUP + best)]
         };
-        let (logits, tokens) = logits.chunks(32).enumerate().map(first).unzip();
-        vec![scratch("best_logits", logits), scratch("best_tokens", tokens)]
+        vec![scratch("best", logits.chunks(draw::GROUP).enumerate().flat_map(first).collect())]
     }
 }
