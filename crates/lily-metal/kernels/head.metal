@@ -28,7 +28,7 @@ kernel void lm_head(
     if (row < VOCAB) {
         const Matrix m = {codes, scales, biases};
         float sums[ROWS];
-        normed_product_q4(sums, x, gains, m, row, ROWS, lane);
+        normed_product(sums, x, gains, m, row, ROWS, lane);
         for (uint r = 0; r < ROWS; ++r) {
             if (lane == r) {
                 logits[row + r] = sums[r];

@@ -3,7 +3,7 @@
 
 use crate::builder::{Bindings, Builder, F32, POSITIONS};
 use crate::launches::{HEAD_SIMDGROUPS, MIXER_SIMDGROUPS, PRODUCT_ROWS};
-use crate::plan::{Access, Contents, LANES, PARTS, State, Want};
+use crate::plan::{Access, Contents, LANES, PARTS, State, Want, is_router};
 
 /// Rows that `matmul_few` takes at most: `FEW` of `matmul.metal`. Of more tokens the experts are grouped.
 const FEW: usize = 8;
@@ -13,7 +13,7 @@ const TILE_THREADS: usize = 128;
 const TILE_OUTS: usize = 64;
 /// Rows of a tile of `matmul`.
 const TILE_ROWS: usize = 64;
-/// Rows of a tile of `matmul_16` and `matmul_q8`.
+/// Rows of a tile of `matmul_16` and `matmul_router`.
 const SMALL_TILE_ROWS: usize = 16;
 /// Up to so many rows, small tiles multiply less in all.
 const SMALL: usize = 32;
@@ -99,10 +99,12 @@ impl Builder<'_> {
             let grid = [p.outs.div_ceil(PRODUCT_ROWS), 1, 1];
             return self.launch("matmul_few", grid, TILE_THREADS, Vec::new(), bindings);
         }
-        let (kernel, rows) = match self.bits(p.matrix) {
-            8 => ("matmul_q8", SMALL_TILE_ROWS),
-            _ if p.rows <= SMALL => ("matmul_16", SMALL_TILE_ROWS),
-            _ => ("matmul", TILE_ROWS),
+        let (kernel, rows) = if is_router(p.matrix) {
+            ("matmul_router", SMALL_TILE_ROWS)
+        } else if p.rows <= SMALL {
+            ("matmul_16", SMALL_TILE_ROWS)
+        } else {
+            ("matmul", TILE_ROWS)
         };
         let grid = [p.outs.div_ceil(TILE_OUTS), p.rows.div_ceil(rows), 1];
         self.launch(kernel, grid, TILE_THREADS, tile_memory(rows), bindings);

@@ -63,10 +63,10 @@ impl<'a> Builder<'a> {
         0..self.segments.iter().map(|s| s.tokens).sum()
     }
 
-    /// Bits of a matrix's codes.
+    /// Bits of a matrix's codes; 16: values of bf16.
     pub fn bits(&self, name: &str) -> usize {
         let affine = self.modules.get(name).and_then(|module| module.affine(self.config));
-        affine.map_or(0, |affine| affine.bits)
+        affine.map_or(16, |affine| affine.bits)
     }
 
     /// Groups of logits: `DRAW_GROUPS` of `sample.metal`.
@@ -287,13 +287,25 @@ impl Bindings<'_, '_> {
         self.rows_of(name, read, of)
     }
 
-    /// Codes, scales and biases of a matrix of which `read` in `of` parts are read.
+    /// What there is of codes, scales and biases of a matrix of which `read` in `of` parts are read.
     pub fn rows_of(self, name: &str, read: usize, of: usize) -> Self {
         let codes = self.elements(name) * self.builder.bits(name) / 8;
         let scales = self.elements(name) / GROUP * 2;
         let part = |bytes: usize| bytes / of * read;
-        self.moved(Contents::Codes(name.to_owned()), codes, Access::Read, part(codes))
-            .moved(Contents::Scales(name.to_owned()), scales, Access::Read, part(scales))
-            .moved(Contents::Biases(name.to_owned()), scales, Access::Read, part(scales))
+        let (is_quantised, absent) = (self.builder.bits(name) < 16, |what| format!("{what} of {name}"));
+        let with_codes = self.moved(Contents::Codes(name.to_owned()), codes, Access::Read, part(codes));
+        if !is_quantised {
+            return with_codes.small(Contents::Absent(absent("scales")), F32, Access::Read).small(
+                Contents::Absent(absent("biases")),
+                F32,
+                Access::Read,
+            );
+        }
+        with_codes.moved(Contents::Scales(name.to_owned()), scales, Access::Read, part(scales)).moved(
+            Contents::Biases(name.to_owned()),
+            scales,
+            Access::Read,
+            part(scales),
+        )
     }
 }

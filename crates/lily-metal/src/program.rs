@@ -153,6 +153,7 @@ fn source(
 ) -> Option<Source> {
     let fixed = |place: Place| Source::Fixed(Argument::Place(place.after(binding.offset)));
     Some(match contents {
+        Contents::Absent(_) => Source::Fixed(Argument::words(&[0])?),
         Contents::Numbers(words) => Source::Fixed(Argument::words(words)?),
         Contents::Token if binding.access == Access::Read => Source::Tokens(segment),
         Contents::Token => Source::Next(segment),

@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use lily_model::config::Config;
 
-use crate::plan::{KvType, PAGE, PARTS};
+use crate::plan::{KvType, PAGE, PARTS, bits};
 
 /// The files of `kernels/`, in the order in which they make one library.
 const FILES: [&str; 10] = [
@@ -25,6 +25,8 @@ const FILES: [&str; 10] = [
 pub fn source(config: &Config, kv: KvType) -> String {
     let (g, a, m) = (&config.gdn, &config.attention, &config.moe);
     let shapes = [
+        ("MATRIX_BITS", bits(config).matrices),
+        ("ROUTER_BITS", bits(config).routers),
         ("HIDDEN", config.hidden_size),
         ("VOCAB", config.vocab_size),
         ("KEY_HEADS", g.key_heads),

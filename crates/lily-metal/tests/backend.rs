@@ -153,6 +153,40 @@ fn golden_tokens_are_written_with_two_steps_in_flight() {
     assert!(backend.device().most_waiting >= 2, "steps wait for each other");
 }
 
+/// The original files of a model: nothing is quantised, and gate and up of an expert lie beside each other.
+#[test]
+fn golden_tokens_and_logits_of_a_model_in_bf16() {
+    let model = Model::load(&folder("tests/data/nano/hf"));
+    let mut backend = backend(&model);
+    // What is whole in the file stays there.
+    assert!(backend.device().mapped_bytes() > 0);
+    let prompts = [1, 7].map(|n| golden(&format!("prompt.{n}")));
+    for (n, text) in [1, 7].into_iter().zip(write(&mut backend, &prompts, 32)) {
+        assert_eq!(text, golden(&format!("decode.dense.{n}")), "prompt {n}");
+    }
+    let seq = backend.create(7).unwrap();
+    let got = feed(&mut backend, seq, 0, &prompts[1]);
+    for reference in ["hf", "mlx"] {
+        let words = golden(&format!("dense.{reference}.7.prefill"));
+        let expected: Vec<Vec<f32>> =
+            words.chunks_exact(384).map(|row| row.iter().map(|w| f32::from_bits(*w)).collect()).collect();
+        assert_close(&got, &expected);
+    }
+}
+
+/// The kernels read bf16 alone.
+#[test]
+fn matrices_of_other_floats_are_refused_by_name() {
+    use lily_model::matrix::{FloatType, Form};
+    let mut model = Model::load(&folder("tests/data/nano/hf"));
+    let Form::Dense(values) = &mut model.weights.layers[2].moe.shared.down.form else { panic!("quantised") };
+    values.dtype = FloatType::F16;
+    let device = ShimDevice::new(1 << 30);
+    let e = MetalBackend::new(device, model.config.clone(), &model.weights, &options()).err().unwrap();
+    let words = "floats of layers.2.mlp.shared_expert.down_proj are F16, expected Bf16; use --device cpu";
+    assert!(e.to_string().contains(words), "{e}");
+}
+
 #[test]
 #[ignore = "a minute: longer prompts"]
 fn golden_tokens_are_written_behind_longer_prompts() {

@@ -60,8 +60,9 @@ fn real() -> Config {
 #[test]
 fn the_kernels_compile_for_an_nvidia_gpu() {
     let Some(compiler) = compiler() else { return };
-    for kv in [KvType::Bf16, KvType::F32] {
-        let source = source::source(&real(), kv);
+    let bf16 = Config { quantization: None, ..real() };
+    for (config, kv) in [(real(), KvType::Bf16), (real(), KvType::F32), (bf16, KvType::Bf16)] {
+        let source = source::source(&config, kv);
         let signatures = signatures(&source).unwrap();
         let text = whole(&source, &signatures, Way::Cuda);
         let log = compiler.compile("metal.cu", &text, &options("sm_90a")).unwrap().log;
@@ -81,7 +82,8 @@ fn the_kernels_compile_for_an_nvidia_gpu() {
 #[ignore = "half a minute: makes random models"]
 fn all_that_runs_on_a_gpu_compiles() {
     let Some(compiler) = compiler() else { return };
-    let files = ["tests/data/nano/mlx-4bit", "models/demo"].map(|path| Model::load(&folder(path)).config);
+    let files = ["tests/data/nano/mlx-4bit", "tests/data/nano/hf", "models/demo"]
+        .map(|path| Model::load(&folder(path)).config);
     let edges = edge_shapes().into_iter().map(|(_, model)| model.config);
     let models = files.into_iter().chain(edges).chain([real()]);
     let sources = models.flat_map(|c| [KvType::Bf16, KvType::F32].map(|kv| source::source(&c, kv)));

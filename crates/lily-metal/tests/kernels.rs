@@ -6,7 +6,7 @@ mod common;
 
 use common::draws::Drawer;
 use common::machine::{Machine, Step};
-use common::model::{Model, edge_shapes, folder};
+use common::model::{Model, edge_shapes, folder, unquantised};
 use common::signature::{Parameter, Signature, signatures};
 use common::{Guard, ORDERS};
 use fastrand::Rng;
@@ -220,6 +220,22 @@ fn each_kernel_of_a_batch_computes_what_the_reference_does() {
     let draft: &[_] = &[(130, 3, Want::All)];
     let mixed: &[_] = &[(0, 11, Want::Last), (40, 1, Want::Nothing)];
     check_batches("nano", &mut machine, &[draft, mixed]);
+}
+
+/// Matrices of bf16, and of 4 bits with routers of bf16.
+#[test]
+fn each_kernel_of_a_model_in_bf16_computes_what_the_reference_does() {
+    for (all, name) in [(true, "bf16"), (false, "bf16 routers")] {
+        let model = unquantised(all, 5);
+        let mut machine = model.machine(KvType::F32, Guard::End);
+        check_tokens(name, &mut machine, &[0, 70]);
+        let chunk: &[_] = &[(60, 70, Want::Last)];
+        let few: &[_] = &[(3, 4, Want::All), (0, 1, Want::Last)];
+        let some: &[_] = &[(31, 18, Want::Last)];
+        check_batches(name, &mut machine, &[chunk, few, some]);
+        machine = model.machine(KvType::F32, Guard::Start);
+        check_batches(name, &mut machine, &[few, some]);
+    }
 }
 
 /// Positions: the first ones, on both sides of an edge between parts, and with all parts in use.

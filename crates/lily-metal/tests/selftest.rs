@@ -20,8 +20,8 @@ fn failed(report: &Report) -> Vec<&str> {
 
 #[test]
 fn right_kernels_pass() {
-    let model = nano();
-    for kv in [KvType::Bf16, KvType::F32] {
+    let (quantised, bf16) = (nano(), Model::load(&folder("tests/data/nano/hf")));
+    for (model, kv) in [(&quantised, KvType::Bf16), (&quantised, KvType::F32), (&bf16, KvType::Bf16)] {
         let report = run(&mut ShimDevice::new(1 << 30), &model.config, &model.weights, kv).unwrap();
         println!("{report}");
         assert!(report.passed(), "{report}");

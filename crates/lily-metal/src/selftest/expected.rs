@@ -150,7 +150,7 @@ impl Launched<'_> {
             "gate_up" => self.gate_up()?,
             "down" => self.down()?,
             "norm_rows" => self.norm_rows()?,
-            "matmul" | "matmul_16" | "matmul_q8" | "matmul_few" => self.matmul()?,
+            "matmul" | "matmul_16" | "matmul_router" | "matmul_few" => self.matmul()?,
             "route" => self.route()?,
             "sort_pairs" => self.sort_pairs()?,
             "gate_up_rows" => self.gate_up_rows()?,

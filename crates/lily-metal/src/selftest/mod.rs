@@ -183,6 +183,10 @@ impl Bench<'_> {
                 arguments.push(Argument::words(words).ok_or_else(missing)?);
                 continue;
             }
+            if let Contents::Absent(_) = &buffer.contents {
+                arguments.push(Argument::words(&[0]).ok_or_else(missing)?);
+                continue;
+            }
             let place = match self.fixed.get(&buffer.contents) {
                 Some(&place) => place,
                 None => Place { buffer: self.device.allocate(buffer.bytes, "the self-test")?, offset: 0 },

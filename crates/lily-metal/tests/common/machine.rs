@@ -108,6 +108,7 @@ impl<'m> Machine<'m> {
             Contents::Token | Contents::Broken | Contents::State(..) => new().with(vec![0; bytes / 4]),
             Contents::Position => new().with([position]),
             Contents::Pages => new().with(0..),
+            Contents::Absent(_) => new().with([0]),
             Contents::Numbers(words) => new().with(words.iter().copied()),
             _ => {
                 let mut memory = new();
@@ -135,7 +136,9 @@ impl<'m> Machine<'m> {
             | Contents::Changes
             | Contents::Mask
             | Contents::State(..) => &mut self.sequences[step.sequences[*segment]].memory,
-            Contents::Numbers(_) | Contents::Scratch(_) | Contents::Logits => &mut step.own,
+            Contents::Absent(_) | Contents::Numbers(_) | Contents::Scratch(_) | Contents::Logits => {
+                &mut step.own
+            }
             _ => &mut self.weights,
         }
     }
