@@ -125,22 +125,26 @@ kernel void finish(
     Best first = first_of_threads(mine, values, rests, tokens, simdgroup, lane);
     const bool finite = !isnan(first.value);
     if (finite && draw->kind == DRAW_KEPT) {
-        const float top = first.value;
+        const Choice c = {best, adjusted, first.value};
+        const float least = c.top + draw->least;
         ulong from = LOWEST_RANK;
         if (draw->top_k != 0) {
             // The first k tokens of all are no lower than the k-th of the groups' first ones.
-            from = select<false, false>(best, adjusted, top, from, draw->top_k, sums, found, thread_index);
-            from = select<true, false>(best, adjusted, top, from, draw->top_k, sums, found, thread_index);
+            from = select<false, false>(c, from, draw->top_k, sums, found, thread_index, lane);
+            from = select<true, false>(c, from, draw->top_k, sums, found, thread_index, lane);
         }
         const ulong share = (ulong(draw->top_p_high) << 32) + draw->top_p_low;
         if (share != 0) {
-            from = select<true, true>(best, adjusted, top, from, share, sums, found, thread_index);
+            const ulong wanted = product_above(mass(c, from, sums, thread_index, lane), share);
+            const ulong lowest = rank(c.top - draw->beyond, NO_TOKEN);
+            from = select<true, true>(c, from > lowest ? from : lowest, wanted, sums, found, thread_index, lane);
         }
         mine = {-INFINITY, 0.0f, 0};
-        for (uint g = thread_index; g < DRAW_GROUPS; g += DRAW_THREADS) {
-            const bool none = rank(best[g].value, best[g].token) < from;
-            for (uint t = g * DRAW_GROUP; t < min(VOCAB, (g + 1) * DRAW_GROUP) && !none; ++t) {
-                if (rank(adjusted[t], t) >= from && adjusted[t] >= top + draw->least) {
+        for (uint group = thread_index; group - lane < DRAW_GROUPS; group += DRAW_THREADS) {
+            bool held = reaches(c, group, from) && best[group].value >= least;
+            for (uint next = next_group(held, group); next != NONE; next = next_group(held, group)) {
+                const uint t = next * DRAW_GROUP + lane;
+                if (t < VOCAB && rank(adjusted[t], t) >= from && adjusted[t] >= least) {
                     const Best other = noisy(adjusted[t], draw, t);
                     if (before(other, mine)) {
                         mine = other;

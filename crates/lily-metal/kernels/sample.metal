@@ -25,6 +25,8 @@ struct Draw {
     uint owed;
     /// Whether there is a mask: a bit per token, lowest first, 0 forbids it.
     uint masked;
+    /// By how much the values of tokens that top-p can't keep lie below the largest one, or more.
+    float beyond;
 };
 
 /// The largest value.
@@ -236,14 +238,17 @@ constant constexpr uint DRAW_GROUP = LANES;
 constant constexpr uint DRAW_GROUPS = (VOCAB + DRAW_GROUP - 1) / DRAW_GROUP;
 constant constexpr uint DRAW_THREADS = 1024;
 
+/// Behind all tokens.
+constant constexpr uint NO_TOKEN = 0xffffff;
+
 /// The place of a token among all: larger values have larger ones, and of equal values smaller tokens. 56 bits.
 inline ulong rank(float value, uint token) {
     const uint bits = as_type<uint>(value);
     const uint key = bits >> 31 == 1 ? ~bits : bits | 0x80000000u;
-    return (ulong(key) << 24) + (0xffffff - token);
+    return (ulong(key) << 24) + (NO_TOKEN - token);
 }
 
-/// The lowest one of a value that is finite.
+/// The lowest rank of a value that is finite.
 constant constexpr ulong LOWEST_RANK = 0x00800000ul << 24;
 
 /// Adds to one of several sums of 64 bits.
@@ -269,13 +274,56 @@ inline ulong product_above(ulong a, ulong b) {
     return (a >> 32) * (b >> 32) + (middle >> 32) + (other >> 32) + (a * b != 0 ? 1 : 0);
 }
 
-/// Of the tokens from rank `from` on, the rank of the last one that is kept. They count 1 each, and `wanted` are kept; with MASS they
-/// count e^(value - top), and `wanted` is a share of all in units of 2^-64. Without TOKENS the first of each group stands for it. If
-/// there are too few, all are kept. Eight bits of the rank are found at a time, from sums by their value.
+/// What `finish` chooses from: the first token of each group, and the value of each token.
+struct Choice {
+    const device Best* groups;
+    const device float* adjusted;
+    /// The largest value.
+    float top;
+};
+
+/// Whether a group has a token of rank `from` or above.
+inline bool reaches(Choice c, uint group, ulong from) {
+    return group < DRAW_GROUPS && rank(c.groups[group].value, c.groups[group].token) >= from;
+}
+
+/// The next of the groups that the lanes of a SIMD-group have, for all of them together; NONE: there are no more.
+inline uint next_group(thread bool& mine, uint group) {
+    const uint next = simd_min(mine ? group : NONE);
+    mine = mine && group != next;
+    return next;
+}
+
+/// The sum of e^(value - top) over the tokens from rank `from` on, in units of 2^-44.
+inline ulong mass(Choice c, ulong from, threadgroup atomic_uint* sums, uint thread_index, uint lane) {
+    if (thread_index < 2) {
+        atomic_store_explicit(sums + thread_index, 0, memory_order_relaxed);
+    }
+    ulong all = 0;
+    for (uint group = thread_index; group - lane < DRAW_GROUPS; group += DRAW_THREADS) {
+        bool mine = reaches(c, group, from);
+        for (uint next = next_group(mine, group); next != NONE; next = next_group(mine, group)) {
+            const uint t = next * DRAW_GROUP + lane;
+            if (t < VOCAB && rank(c.adjusted[t], t) >= from) {
+                all += exp_minus(c.top - c.adjusted[t]);
+            }
+        }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    add(sums, 0, all);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    all = sum_of(sums, 0);
+    // Before others use the sums anew.
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    return all;
+}
+
+/// Of the tokens from rank `from` on, the rank of the last one that is kept. They count 1 each, with MASS e^(value - top), and are kept
+/// until `wanted` is reached; if it never is, all. Without TOKENS the first of each group stands for it. Eight bits of the rank are
+/// found at a time, from sums by their value.
 template <bool TOKENS, bool MASS>
 inline ulong select(
-    const device Best* groups, const device float* adjusted, float top, ulong from, ulong wanted, threadgroup atomic_uint* sums,
-    threadgroup ulong* found, uint thread_index
+    Choice c, ulong from, ulong wanted, threadgroup atomic_uint* sums, threadgroup ulong* found, uint thread_index, uint lane
 ) {
     ulong prefix = 0;
     for (uint shift = 48;; shift -= 8) {
@@ -283,28 +331,26 @@ inline ulong select(
             atomic_store_explicit(sums + i, 0, memory_order_relaxed);
         }
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        for (uint g = thread_index; g < DRAW_GROUPS; g += DRAW_THREADS) {
-            const ulong first = rank(groups[g].value, groups[g].token);
-            const uint end = TOKENS ? min(VOCAB, (g + 1) * DRAW_GROUP) : g * DRAW_GROUP + 1;
-            for (uint t = g * DRAW_GROUP; t < end && first >= from; ++t) {
-                const ulong mine = TOKENS ? rank(adjusted[t], t) : first;
-                if (mine >= from && mine >> shift >> 8 == prefix >> shift >> 8) {
-                    add(sums, uint(mine >> shift) & 255, MASS ? exp_minus(top - adjusted[t]) : 1);
+        for (uint group = thread_index; group - lane < DRAW_GROUPS; group += DRAW_THREADS) {
+            bool mine = reaches(c, group, from);
+            if (!TOKENS && mine) {
+                const ulong place = rank(c.groups[group].value, c.groups[group].token);
+                if (place >> shift >> 8 == prefix >> shift >> 8) {
+                    add(sums, uint(place >> shift) & 255, 1);
+                }
+            }
+            mine = TOKENS && mine;
+            for (uint next = next_group(mine, group); next != NONE; next = next_group(mine, group)) {
+                const uint t = next * DRAW_GROUP + lane;
+                const ulong place = t < VOCAB ? rank(c.adjusted[t], t) : 0;
+                if (place >= from && place >> shift >> 8 == prefix >> shift >> 8) {
+                    add(sums, uint(place >> shift) & 255, MASS ? exp_minus(c.top - c.adjusted[t]) : 1);
                 }
             }
         }
         threadgroup_barrier(mem_flags::mem_threadgroup);
         if (thread_index == 0) {
-            ulong left = wanted;
-            if (shift < 48) {
-                left = found[1];
-            } else if (MASS) {
-                ulong all = 0;
-                for (uint i = 0; i < 256; ++i) {
-                    all += sum_of(sums, i);
-                }
-                left = product_above(all, wanted);
-            }
+            ulong left = shift == 48 ? wanted : found[1];
             uint digit = 256;
             ulong sum = 0;
             do {

@@ -289,23 +289,17 @@ impl Bindings<'_, '_> {
 
     /// What there is of codes, scales and biases of a matrix of which `read` in `of` parts are read.
     pub fn rows_of(self, name: &str, read: usize, of: usize) -> Self {
-        let codes = self.elements(name) * self.builder.bits(name) / 8;
-        let scales = self.elements(name) / GROUP * 2;
+        let (elements, bits) = (self.elements(name), self.builder.bits(name));
         let part = |bytes: usize| bytes / of * read;
-        let (is_quantised, absent) = (self.builder.bits(name) < 16, |what| format!("{what} of {name}"));
-        let with_codes = self.moved(Contents::Codes(name.to_owned()), codes, Access::Read, part(codes));
-        if !is_quantised {
-            return with_codes.small(Contents::Absent(absent("scales")), F32, Access::Read).small(
-                Contents::Absent(absent("biases")),
-                F32,
-                Access::Read,
-            );
+        let (codes, name) = (elements * bits / 8, name.to_owned());
+        let codes = self.moved(Contents::Codes(name.clone()), codes, Access::Read, part(codes));
+        if bits == 16 {
+            let absent = |what| Contents::Absent(format!("{what} of {name}"));
+            let scales = codes.small(absent("scales"), F32, Access::Read);
+            return scales.small(absent("biases"), F32, Access::Read);
         }
-        with_codes.moved(Contents::Scales(name.to_owned()), scales, Access::Read, part(scales)).moved(
-            Contents::Biases(name.to_owned()),
-            scales,
-            Access::Read,
-            part(scales),
-        )
+        let bytes = elements / GROUP * 2;
+        let scales = codes.moved(Contents::Scales(name.clone()), bytes, Access::Read, part(bytes));
+        scales.moved(Contents::Biases(name), bytes, Access::Read, part(bytes))
     }
 }

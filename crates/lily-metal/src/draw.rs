@@ -62,6 +62,8 @@ impl Draw {
         // Of a share of nothing one token is left.
         let top_p = (f64::from(params.top_p) * 2f64.powi(64)) as u64;
         let top_p = if params.top_p < 1.0 { top_p.max(1) } else { 0 };
+        // All tokens that lie so much below the most likely one are together less likely than what top-p leaves out.
+        let beyond = (vocab as f32 / (1.0 - params.top_p)).ln() + 0.1;
         let words = [
             temperature.to_bits(),
             params.repetition_penalty.to_bits(),
@@ -77,7 +79,7 @@ impl Draw {
             all.len() as u32,
             u32::from(owed),
             u32::from(params.mask.is_some()),
-            0,
+            beyond.to_bits(),
             0,
         ];
         Self { words, changes: changes.collect(), mask }
@@ -110,7 +112,10 @@ mod tests {
         let draw = Draw::new(&params, &[4, 8, 8], true, 70);
         let least = f(0.5f32.ln());
         assert_eq!(draw.words[..8], [f(0.5), f(2.0), f(1.5), least, 2, 20, 0, 0xc000_0000]);
-        assert_eq!(draw.words[8..], [6, 5, 4, 3, 1, 1, 0, 0]);
+        assert_eq!(draw.words[8..14], [6, 5, 4, 3, 1, 1]);
+        // e^-beyond of each of 70 tokens is less than the quarter that is left out.
+        let beyond = f32::from_bits(draw.words[14]);
+        assert!((0.2..0.25).contains(&(70.0 * (-beyond).exp())), "{beyond}");
         let changes = [[9, 0, 0, f(1.5)], [17, 0, f(2.0), f(2.5)], [18, f(-3.0), 0, f(1.5)]];
         assert_eq!(draw.changes, changes.as_flattened());
         assert_eq!(draw.mask, [7, 0, 0]);

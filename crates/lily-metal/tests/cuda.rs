@@ -8,8 +8,9 @@ mod common;
 use std::slice::from_mut;
 use std::sync::Arc;
 
+use common::draws;
 use common::gpu::{Gpu, code, context, enqueue, options, wanted};
-use common::model::{Model, edge_shapes, folder};
+use common::model::{Model, edge_shapes, folder, unquantised};
 use common::signature::signatures;
 use common::text::{Way, whole};
 use common::{Guard, Kernels, Order, Shape};
@@ -85,7 +86,9 @@ fn all_that_runs_on_a_gpu_compiles() {
     let files = ["tests/data/nano/mlx-4bit", "tests/data/nano/hf", "models/demo"]
         .map(|path| Model::load(&folder(path)).config);
     let edges = edge_shapes().into_iter().map(|(_, model)| model.config);
-    let models = files.into_iter().chain(edges).chain([real()]);
+    let unquantised = [true, false].map(|all| unquantised(all, 5).config);
+    let draws = draws::VOCABULARIES.map(draws::config);
+    let models = files.into_iter().chain(edges).chain(unquantised).chain(draws).chain([real()]);
     let sources = models.flat_map(|c| [KvType::Bf16, KvType::F32].map(|kv| source::source(&c, kv)));
     for source in sources.chain([WRONG.to_owned(), IDLE.to_owned()]) {
         assert!(!code(Some(&compiler), &source, &signatures(&source).unwrap(), "sm_90a").is_empty());

@@ -4,19 +4,18 @@
 
 mod common;
 
-use common::draws::{Drawer, Left, logits};
-use common::model::folder;
-use common::{ORDERS, Order};
+use common::draws::{Drawer, Left, VOCABULARIES, config, logits};
+use common::{Guard, Kernels, ORDERS, Order, Shape};
 use fastrand::Rng;
+use lily_metal::draw::Draw;
 use lily_metal::plan::KvType;
 use lily_metal::selftest::Drawn;
 use lily_metal::source;
-use lily_model::config::Config;
-use lily_model::sample::{SampleParams, sample};
+use lily_model::sample::{SampleParams, sample, uniform};
 
 fn drawer(vocab: usize) -> Drawer {
-    let nano = std::fs::read(folder("tests/data/nano/mlx-4bit/config.json")).unwrap();
-    let config = Config { vocab_size: vocab, ..Config::from_json(&nano).unwrap() };
+    assert!(VOCABULARIES.contains(&vocab));
+    let config = config(vocab);
     Drawer::new(&config, &source::source(&config, KvType::F32))
 }
 
@@ -111,4 +110,55 @@ fn frequencies_are_the_samplers() {
         expected[sample(&mut logits.clone(), &drawn.history, &params).token as usize] += 1;
     }
     assert_eq!(got, expected);
+}
+
+/// Writes what the functions of a draw make of numbers.
+const PROBE: &str = "
+[[max_total_threads_per_threadgroup(1024)]]
+kernel void probe(
+    const device Draw* draw [[buffer(0)]],
+    const device float* values [[buffer(1)]],
+    device float* sums [[buffer(2)]],
+    device ulong* exponentials [[buffer(3)]],
+    uint group [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]]
+) {
+    const uint i = group * 1024 + thread_index;
+    const Best sum = noisy(values[i], draw, i);
+    sums[2 * i] = sum.value;
+    sums[2 * i + 1] = sum.rest;
+    exponentials[i] = exp_minus(abs(values[i]));
+}
+";
+
+/// Too little accuracy would not show in a few hundred draws.
+#[test]
+fn noise_and_exponentials_are_as_good_as_in_f64() {
+    const COUNT: usize = 64 << 10;
+    let config = config(20);
+    let kernels = Kernels::compile(&(source::source(&config, KvType::F32) + PROBE));
+    let mut random = Rng::with_seed(8);
+    let params = SampleParams { temperature: 1.0, seed: random.u64(..), ..SampleParams::greedy() };
+    let values: Vec<f32> = (0..COUNT).map(|i| (random.f32() - 0.5) * [60.0, 2.0, 1e-6][i % 3]).collect();
+    let buffer = |bytes| kernels.allocate(bytes, Guard::End);
+    let draw = Draw::new(&params, &[1, 2, 3], false, config.vocab_size);
+    let values_of = |values: &[f32]| buffer(4 * COUNT).with(values.iter().map(|x| x.to_bits()));
+    let mut memories =
+        [buffer(64).with(draw.words), values_of(&values), buffer(8 * COUNT), buffer(8 * COUNT)];
+    let shape = Shape { kernel: "probe", grid: [COUNT / 1024, 1, 1], threads: 1024, memory: &[] };
+    let bound = [0, 1, 2, 3].map(|i| (i, 0));
+    kernels.launch(shape, &mut memories, &bound, Order::Forward).unwrap();
+    let (sums, exponentials) = (memories[2].floats(), memories[3].words());
+    let offset = 6.0 * std::f64::consts::LN_2;
+    let (mut worst_sum, mut worst_exponential) = (0.0f64, 0.0f64);
+    for (i, &x) in values.iter().enumerate() {
+        let gumbel = -(-uniform(params.seed, 3, i as u32).ln()).ln();
+        let sum = f64::from(sums[2 * i]) + f64::from(sums[2 * i + 1]);
+        worst_sum = worst_sum.max((sum - (f64::from(x) + gumbel + offset)).abs());
+        let exponential = f64::from(exponentials[2 * i + 1]) * 2f64.powi(32) + f64::from(exponentials[2 * i]);
+        let exact = (-f64::from(x.abs())).exp();
+        worst_exponential = worst_exponential.max((exponential / 2f64.powi(44) - exact).abs());
+    }
+    println!("largest differences: {worst_sum:e}, {worst_exponential:e}");
+    assert!(worst_sum < 1e-12 && worst_exponential < 2e-13, "{worst_sum:e}, {worst_exponential:e}");
 }

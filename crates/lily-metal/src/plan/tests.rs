@@ -255,10 +255,7 @@ fn models_that_the_kernels_are_not_written_for_are_refused() {
             q.overrides.insert("language_model.lm_head".to_owned(), None);
         }
     });
-    assert!(
-        e.contains("lm_head is not quantised, expected 4 bits in groups of 64; use --device cpu"),
-        "{e}"
-    );
+    assert!(e.contains("lm_head is not quantised, expected 4 bits in groups of 64; use --device cpu"), "{e}");
     let e = refused(|c| {
         if let Some(q) = &mut c.quantization {
             q.overrides.clear();

@@ -8,10 +8,20 @@ use lily_metal::plan_step;
 use lily_metal::selftest::Drawn;
 use lily_model::config::Config;
 
+use super::model::folder;
 use super::{Bound, Guard, Kernels, Memory, ORDERS, Order, Shape};
 
 /// Tokens that a sequence has room for.
 const CAPACITY: usize = 2048;
+
+/// Sizes of vocabularies that draws are tested with.
+pub const VOCABULARIES: [usize; 4] = [20, 1028, 2000, 248_320];
+
+/// Nano with a vocabulary of another size.
+pub fn config(vocab: usize) -> Config {
+    let nano = std::fs::read(folder("tests/data/nano/mlx-4bit/config.json")).unwrap();
+    Config { vocab_size: vocab, ..Config::from_json(&nano).unwrap() }
+}
 
 /// `best` and `finish` with their memory.
 pub struct Drawer {
