@@ -34,6 +34,7 @@ fn engine() -> Engine {
         max_batch_tokens: 64,
         kv: KvType::F32,
         residency: true,
+        tensor: true,
         aligned_copies: false,
     };
     let backend =
