@@ -8,11 +8,11 @@ use crate::plan::{Access, Contents, Features, KvType, LANES, PARTS, State, Want}
 /// Rows that `matmul_few` takes at most: `FEW` of `matmul.metal`. Of more tokens the experts are grouped.
 const FEW: usize = 8;
 /// Threads of `matmul` and its like: `TILE_THREADS` of `matmul.metal`.
-pub const TILE_THREADS: usize = 128;
+const TILE_THREADS: usize = 128;
 /// Outputs of a tile.
-pub const TILE_OUTS: usize = 64;
+const TILE_OUTS: usize = 64;
 /// Rows of a tile of `matmul` and `matmul_tensor`.
-pub const TILE_ROWS: usize = 64;
+const TILE_ROWS: usize = 64;
 /// Rows of a tile of `matmul_16` and `matmul_q8`.
 const SMALL_TILE_ROWS: usize = 16;
 /// Up to so many rows, small tiles multiply less in all.
@@ -22,7 +22,7 @@ const TILE_STRIDE: usize = 36;
 /// Inputs that the tensor operations' tiles have at a time: `TENSOR_COLS` of `tensor_matmul.metal`.
 const TENSOR_COLS: usize = 64;
 /// Rows of a tile of `matmul_tensor_32`.
-pub const SMALL_TENSOR_ROWS: usize = 32;
+const SMALL_TENSOR_ROWS: usize = 32;
 /// Pairs of token and slot in a tile: `PAIR_ROWS` of `experts.metal`.
 const PAIR_ROWS: usize = 32;
 /// Threads of `sort_pairs`: `SORT_THREADS` of `experts.metal`.
@@ -42,7 +42,7 @@ fn tile_memory(rows: usize) -> Vec<usize> {
 }
 
 /// The same of tensor operations, whose sums stay in registers; `outs`: rows of weights.
-pub fn tensor_memory(rows: usize, outs: usize) -> Vec<usize> {
+fn tensor_memory(rows: usize, outs: usize) -> Vec<usize> {
     vec![(rows + outs) * TENSOR_COLS * F16]
 }
 

@@ -8,7 +8,7 @@ use lily_model::weights::Weights;
 
 use crate::device::{BufferId, Device, Place};
 use crate::plan::{Contents, Features, Plan};
-use crate::program::Shared;
+use crate::program::{self, Shared};
 use crate::state::{Layout, StateMemory};
 use crate::steps::{Steps, extremes, scratch};
 use crate::{LoadError, Options, rope, source, steps, tensor_check, weights};
@@ -208,18 +208,21 @@ fn compile(
     options: &Options,
     plans: impl Fn(Features) -> Result<Vec<Plan>, LoadError>,
 ) -> Result<(Features, Vec<Plan>), LoadError> {
-    let compile = |device: &mut dyn Device, features: Features| {
-        let plans = plans(features)?;
-        device.compile(&source::source(config, features), features.into(), &kernels(&plans))?;
-        Ok::<_, LoadError>(plans)
+    let compile = |device: &mut dyn Device, features: Features, plans: &[Plan]| {
+        device.compile(&source::source(config, features), features.into(), &kernels(plans))
     };
     if options.tensor && device.info().tensor {
         let features = Features { kv: options.kv, tensor: true };
-        let compiled = compile(device, features);
-        let checked =
-            compiled.map_err(|e| e.to_string()).and_then(|plans| tensor_check::check(device).map(|()| plans));
-        match checked {
-            Ok(plans) => return Ok((features, plans)),
+        let plans = plans(features)?;
+        let problem = compile(device, features, &plans).map_err(|e| e.to_string()).and_then(|()| {
+            let mut launches = plans.iter().flat_map(|plan| &plan.launches);
+            launches
+                .try_for_each(|launch| program::kernel(device, launch).map(|_| ()))
+                .map_err(|e| e.to_string())?;
+            tensor_check::check(device, config, &plans)
+        });
+        match problem {
+            Ok(()) => return Ok((features, plans)),
             Err(why) => tracing::warn!(
                 "{}: its tensor operations are not used, so prompts are read more slowly: {why}; please report it with `lily doctor --metal-selftest` (--metal-no-tensor does without them and this message)",
                 device.info().name
@@ -227,7 +230,8 @@ fn compile(
         }
     }
     let features = Features::from(options.kv);
-    let plans = compile(device, features)?;
+    let plans = plans(features)?;
+    compile(device, features, &plans)?;
     Ok((features, plans))
 }
 

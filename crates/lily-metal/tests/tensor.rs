@@ -101,8 +101,19 @@ fn tensor_operations_that_fail_are_not_used() {
         assert!(text.contains(right));
         Ok(text.replace(right, &right.replace("[0]", "[2]").replace("[1]", "[0]").replace("[2]", "[1]")))
     };
-    let spoilers: [(Spoil, &str); 2] =
-        [(refuse, "no member named is_valid_element"), (turn, "matmul_tensor gives ")];
+    let forget = |text: String| Ok(text.replace("out[i] *= kept[", "out[i] *= 1.0f + 0.0f * kept["));
+    // As one whose registers don't suffice.
+    let narrow = |text: String| {
+        let (before, after) = text.split_once("kernel void down_tensor(").unwrap();
+        let (before, _) = before.rsplit_once("[[").unwrap();
+        Ok(format!("{before}[[max_total_threads_per_threadgroup(96)]]\nkernel void down_tensor({after}"))
+    };
+    let spoilers: [(Spoil, &str); 4] = [
+        (refuse, "no member named is_valid_element"),
+        (turn, "matmul_tensor gives "),
+        (forget, "attend_tensor gives "),
+        (narrow, "can't run kernel down_tensor: threads of a threadgroup are 96, expected 128"),
+    ];
     for (spoil, why) in spoilers {
         let mut device = ShimDevice::with_tensors(1 << 30);
         device.spoil = spoil;
