@@ -14,7 +14,7 @@ constant constexpr uint TENSOR_SHARE = TENSOR_ROWS / TILE_SIMDGROUPS;
 typedef tensor<threadgroup KV, dextents<int, 2>, tensor_inline> RowTile;
 typedef tensor<device KV, dextents<int, 2>, tensor_inline> BlockTile;
 
-/// Queries [TENSOR_ROWS, HEAD_DIM] times keys [POSITIONS, HEAD_DIM], the other way.
+/// Queries [TENSOR_ROWS, HEAD_DIM] times keys [POSITIONS, HEAD_DIM], transposed.
 typedef mpp::tensor_ops::matmul2d<
     mpp::tensor_ops::matmul2d_descriptor(
         int(TENSOR_ROWS), int(POSITIONS), int(HEAD_DIM), false, true, false, mpp::tensor_ops::matmul2d_descriptor::mode::multiply

@@ -5,13 +5,14 @@
 // through threadgroup memory, a group of 64 inputs at a time. Which sums a thread has is the GPU's secret: each is asked for its place.
 //
 // 64 rows: 8,192 B of inputs and as many of weights. They are multiplied in 512 clocks (1,024 operations a clock and core); a thread
-// brings 32 inputs and takes 32 weights apart for it, some 200 instructions, which other threadgroups' products hide.
+// brings 32 inputs and takes 32 weights apart for it, some 280 instructions, which other threadgroups' products hide.
 
 constant constexpr uint TENSOR_OUTS = 64;
 /// Inputs at a time.
 constant constexpr uint TENSOR_COLS = GROUP;
-/// Inputs beside each other that a thread brings, and as many threads as bring a row.
+/// Inputs beside each other that a thread brings.
 constant constexpr uint TENSOR_RUN = 4;
+/// Threads that bring a row.
 constant constexpr uint TENSOR_RUNS = TENSOR_COLS / TENSOR_RUN;
 /// Rows that the threads bring at once.
 constant constexpr uint TENSOR_STEP = TILE_THREADS / TENSOR_RUNS;
@@ -19,7 +20,7 @@ constant constexpr uint TENSOR_STEP = TILE_THREADS / TENSOR_RUNS;
 /// Inputs or weights in threadgroup memory, row by row.
 typedef tensor<threadgroup half, dextents<int, 2>, tensor_inline> HalfTile;
 
-/// Inputs [M, TENSOR_COLS] times weights [TENSOR_OUTS, TENSOR_COLS], the other way; added to what is there.
+/// Inputs [M, TENSOR_COLS] times weights [TENSOR_OUTS, TENSOR_COLS], transposed; added to what is there.
 template <int M>
 using TensorProduct = mpp::tensor_ops::matmul2d<
     mpp::tensor_ops::matmul2d_descriptor(

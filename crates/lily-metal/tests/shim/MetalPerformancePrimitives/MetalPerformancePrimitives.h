@@ -1,5 +1,5 @@
-// Stands for Apple's header of the operations on tensors: matmul2d, with what Apple's own asserts (macOS 26) or documents of it,
-// and narrower where that is not known for certain. Every thread computes the elements that it has from what the matrices hold at
+// Stands for Apple's header of the operations on tensors: matmul2d, with what is known of Apple's own asserts (macOS 26) and
+// documentation, and narrower where that is not certain. Every thread computes the elements that it has from what the matrices hold at
 // that time, so that a barrier that is missing before or behind it shows. Which elements a thread has is Apple's secret, so here it
 // is none that anybody would guess, and some of a thread's places hold none.
 #pragma once
