@@ -211,15 +211,16 @@ fn the_demonstration_model_says_what_the_reference_says() {
 #[ignore = "a minute: the demonstration model"]
 fn the_demonstration_model_says_the_same_with_tensor_operations() {
     let model = Model::load(&folder("models/demo"));
-    let prompt: Vec<u32> = (1..=40).collect();
+    // Of 40 tokens, the fifth that is written chooses another expert with a cache in bf16, and is off by 0.4; those behind it aren't.
+    let prompt: Vec<u32> = (1..=44).collect();
     let (expected, expected_tokens) = reference_greedy(&model, &prompt, 8);
-    for kv in [KvType::F32, KvType::Bf16] {
+    for (kv, most) in [(KvType::F32, 1e-2), (KvType::Bf16, 2e-2)] {
         let mut machine = model.machine(Features { kv, tensor: true }, Guard::End);
-        let (got, tokens) = greedy(&mut machine, &prompt, 40, 8);
+        let (got, tokens) = greedy(&mut machine, &prompt, 44, 8);
         assert_eq!(tokens, expected_tokens);
         let d = got.iter().zip(&expected).map(|(a, b)| max_difference(a, b)).fold(0.0, f32::max);
         println!("{kv:?}: max difference {d:.1e}");
-        assert!(d < 0.1, "{d:e}");
+        assert!(d < most, "{kv:?}: {d:e}");
     }
 }
 
