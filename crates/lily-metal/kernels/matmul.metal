@@ -49,8 +49,15 @@ kernel void norm_rows(
     }
 }
 
-/// Values of 16 inputs from `at` on.
-template <uint BITS> inline void dequantise(Matrix m, ulong at, threadgroup float* to) {
+/// Values of 16 inputs from `at` on, rounded to T.
+template <uint BITS, class T> inline void dequantise(Matrix m, ulong at, threadgroup T* to) {
+    if (BITS == 16) {
+        const device bfloat* values = (const device bfloat*)m.codes + at;
+        for (uint i = 0; i < INPUTS; ++i) {
+            to[i] = T(float(values[i]));
+        }
+        return;
+    }
     const float scale = float(m.scales[at / GROUP]);
     const float bias = float(m.biases[at / GROUP]);
     const device uint* words = (const device uint*)(m.codes + at * BITS / 8);
@@ -58,15 +65,8 @@ template <uint BITS> inline void dequantise(Matrix m, ulong at, threadgroup floa
     for (uint i = 0; i < INPUTS / CODES; ++i) {
         const uint word = words[i];
         for (uint j = 0; j < CODES; ++j) {
-            to[i * CODES + j] = scale * float(word >> (j * BITS) & ((1u << BITS) - 1)) + bias;
+            to[i * CODES + j] = T(scale * float(word >> (j * BITS) & ((1u << BITS) - 1)) + bias);
         }
-    }
-}
-
-template <> inline void dequantise<16>(Matrix m, ulong at, threadgroup float* to) {
-    const device bfloat* values = (const device bfloat*)m.codes + at;
-    for (uint i = 0; i < INPUTS; ++i) {
-        to[i] = float(values[i]);
     }
 }
 

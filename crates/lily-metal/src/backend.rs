@@ -20,6 +20,7 @@ use lily_model::weights::Weights;
 use crate::device::{Device, DeviceError, Place, Submission};
 use crate::draw::{Draw, MOST_BIASES};
 use crate::load::{self, Flight, IN_FLIGHT, Loaded, MAX_SEGMENTS};
+use crate::plan::Features;
 use crate::program::{Bound, Run};
 use crate::steps::Shape;
 use crate::{LoadError, Options, export, plan};
@@ -148,6 +149,11 @@ impl<D: Device> MetalBackend<D> {
     /// The device.
     pub fn device(&mut self) -> &mut D {
         &mut self.device
+    }
+
+    /// Which kernels it runs.
+    pub fn features(&self) -> Features {
+        self.loaded.features
     }
 
     /// Bytes a second that the device reads and writes when it copies.

@@ -7,10 +7,11 @@ use lily_model::config::Config;
 use lily_model::manifest::Module;
 
 use crate::draw;
-use crate::plan::{Access, Binding, Buffer, Contents, GROUP, KvType, Launch, PAGE, Plan, Segment, State};
+use crate::plan::{Access, Binding, Buffer, Contents, Features, GROUP, Launch, PAGE, Plan, Segment, State};
 
 /// Bytes of a number.
 pub const F32: usize = 4;
+pub const F16: usize = 2;
 /// Positions that `attend_rows` takes at a time: `POSITIONS` of `attention.metal`. Pages are whole blocks.
 pub const POSITIONS: usize = 32;
 
@@ -18,7 +19,7 @@ pub const POSITIONS: usize = 32;
 pub struct Builder<'a> {
     pub config: &'a Config,
     pub segments: &'a [Segment],
-    pub kv: KvType,
+    pub features: Features,
     modules: HashMap<String, Module>,
     plan: Plan,
     index: HashMap<(usize, Contents), usize>,
@@ -41,10 +42,15 @@ pub struct Bindings<'b, 'a> {
 
 impl<'a> Builder<'a> {
     /// Nothing yet.
-    pub fn new(config: &'a Config, modules: Vec<Module>, segments: &'a [Segment], kv: KvType) -> Self {
+    pub fn new(
+        config: &'a Config,
+        modules: Vec<Module>,
+        segments: &'a [Segment],
+        features: Features,
+    ) -> Self {
         let modules = modules.into_iter().map(|module| (module.name.clone(), module)).collect();
         let plan = Plan { buffers: Vec::new(), launches: Vec::new() };
-        Self { config, segments, modules, kv, plan, index: HashMap::new(), touched: Vec::new() }
+        Self { config, segments, modules, features, plan, index: HashMap::new(), touched: Vec::new() }
     }
 
     /// The whole.
@@ -177,7 +183,7 @@ impl Bindings<'_, '_> {
 
     /// Rows of queries in the type of the cache.
     pub fn packed_queries(self, rows: &Range<usize>, access: Access) -> Self {
-        let row = self.builder.config.attention.query_width() * self.builder.kv.size();
+        let row = self.builder.config.attention.query_width() * self.builder.features.kv.size();
         self.part(Contents::Scratch("q"), rows.start * row..rows.end * row, access)
     }
 
@@ -250,7 +256,7 @@ impl Bindings<'_, '_> {
     /// Keys or values of a layer. The segment's positions are written, if `append`; the earlier ones are read, if `attend`.
     pub fn cache(mut self, segment: usize, layer: usize, state: State, append: bool, attend: bool) -> Self {
         let Segment { tokens, capacity, .. } = self.builder.segments[segment];
-        let position = self.builder.config.attention.kv_width() * self.builder.kv.size();
+        let position = self.builder.config.attention.kv_width() * self.builder.features.kv.size();
         let length = capacity.next_multiple_of(PAGE) * position;
         let buffer = self.builder.buffer(segment, Contents::State(layer, state), length);
         let access = match (append, attend) {

@@ -17,6 +17,7 @@ pub mod selftest;
 pub mod source;
 pub mod state;
 mod steps;
+mod tensor_check;
 pub mod weights;
 
 mod batch;
@@ -43,6 +44,8 @@ pub struct Options {
     pub kv: KvType,
     /// Keep the weights resident, so that they are not paged out between requests.
     pub residency: bool,
+    /// Multiply matrices of many rows with the tensor operations of Metal 4, if the device has units for them.
+    pub tensor: bool,
     /// Keep an aligned copy beside a file whose tensors are not aligned, instead of copying them to memory at every load.
     pub aligned_copies: bool,
 }
@@ -56,6 +59,7 @@ impl Default for Options {
             max_batch_tokens: 512,
             kv: KvType::Bf16,
             residency: true,
+            tensor: true,
             aligned_copies: true,
         }
     }

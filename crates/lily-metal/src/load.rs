@@ -7,11 +7,11 @@ use lily_model::pool::{Capacity, PAGE, Pool};
 use lily_model::weights::Weights;
 
 use crate::device::{BufferId, Device, Place};
-use crate::plan::{Contents, Plan};
-use crate::program::Shared;
+use crate::plan::{Contents, Features, Plan};
+use crate::program::{self, Shared};
 use crate::state::{Layout, StateMemory};
-use crate::steps::{Shape, Steps, extremes, scratch};
-use crate::{LoadError, Options, draw, rope, source, steps, weights};
+use crate::steps::{Steps, extremes, scratch};
+use crate::{LoadError, Options, draw, rope, source, steps, tensor_check, weights};
 
 /// Steps that may be enqueued before the oldest is waited for.
 pub const IN_FLIGHT: usize = 2;
@@ -116,6 +116,8 @@ impl Flight {
 
 /// A model on a device, ready for steps.
 pub struct Loaded {
+    /// Which kernels they are made of.
+    pub features: Features,
     /// Programs.
     pub steps: Steps,
     /// State of sequences.
@@ -169,8 +171,9 @@ pub fn load(
     let length = (options.context as usize).next_multiple_of(PAGE);
     let (rows, pages) = (options.max_batch_tokens as usize, length / PAGE);
     let shapes = extremes(rows.min(length), MAX_SEGMENTS.min(rows));
-    let plan_of = |shape: &Shape| steps::plan(config, options.kv, length, shape);
-    let plans = shapes.iter().map(plan_of).collect::<Result<Vec<Plan>, _>>()?;
+    let (features, plans) = compile(device, config, options, |features| {
+        shapes.iter().map(|shape| steps::plan(config, features, length, shape)).collect()
+    })?;
     let Some(plan) = plans.first() else { return Err(LoadError::Missing { contents: "a step".to_owned() }) };
     let layout = Layout::new(plan, length);
     let scratch_sizes = scratch_sizes(&plans);
@@ -185,7 +188,6 @@ pub fn load(
     };
     let info = device.info().clone();
     let granted = budget(&info.name, info.memory, asked)?;
-    device.compile(&source::source(config, options.kv), &kernels(&plans))?;
     let placed = weights::place(device, weights, plan, options.aligned_copies)?;
     if options.residency {
         device.keep_resident(&placed.buffers)?;
@@ -199,6 +201,7 @@ pub fn load(
     let state = StateMemory::new(device, layout, capacity.slots, capacity.pages)?;
     let mut flight = || Flight::new(device, config, rows, pages);
     let flights = [flight()?, flight()?];
+    tracing::info!("{}: matrices of many rows are multiplied by {}", info.name, features.path());
     tracing::info!(
         "{}: {} bytes of weights in their files, {} copied, {} for steps, {} for state, of {}",
         info.name,
@@ -208,12 +211,47 @@ pub fn load(
         granted.sequences + granted.snapshots,
         info.memory
     );
-    let mut steps = Steps::new(config, options.kv, length, shared);
+    let mut steps = Steps::new(config, features, length, shared);
     for shape in &shapes {
         // A kernel that the device can't run shows now.
         steps.program(device, &state, shape)?;
     }
-    Ok(Loaded { steps, state, pool: Pool::new(capacity), flights })
+    Ok(Loaded { features, steps, state, pool: Pool::new(capacity), flights })
+}
+
+/// Compiles the kernels of a model's plans: with tensor operations, if the device has units for them and computes what it should,
+/// else those that every device can run.
+fn compile(
+    device: &mut dyn Device,
+    config: &Config,
+    options: &Options,
+    plans: impl Fn(Features) -> Result<Vec<Plan>, LoadError>,
+) -> Result<(Features, Vec<Plan>), LoadError> {
+    let compile = |device: &mut dyn Device, features: Features, plans: &[Plan]| {
+        device.compile(&source::source(config, features), features.into(), &kernels(plans))
+    };
+    if options.tensor && device.info().tensor {
+        let features = Features { kv: options.kv, tensor: true };
+        let plans = plans(features)?;
+        let problem = compile(device, features, &plans).map_err(|e| e.to_string()).and_then(|()| {
+            let mut launches = plans.iter().flat_map(|plan| &plan.launches);
+            launches
+                .try_for_each(|launch| program::kernel(device, launch).map(|_| ()))
+                .map_err(|e| e.to_string())?;
+            tensor_check::check(device, config, &plans)
+        });
+        match problem {
+            Ok(()) => return Ok((features, plans)),
+            Err(why) => tracing::warn!(
+                "{}: its tensor operations are not used, so prompts are read more slowly: {why}; please report it with `lily doctor --metal-selftest` (--metal-no-tensor does without them and this message)",
+                device.info().name
+            ),
+        }
+    }
+    let features = Features::from(options.kv);
+    let plans = plans(features)?;
+    compile(device, features, &plans)?;
+    Ok((features, plans))
 }
 
 /// The largest that any of these plans needs of each scratch buffer.

@@ -65,6 +65,28 @@ impl KvType {
     }
 }
 
+/// What kernels are chosen by, once, at load. A type of cache stands for the kernels that every device has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Features {
+    /// What K/V is kept as.
+    pub kv: KvType,
+    /// Matrices of many rows are multiplied by the tensor operations of Metal 4, and rounded to 16 bits for it.
+    pub tensor: bool,
+}
+
+impl Features {
+    /// What multiplies matrices of many rows, for people.
+    pub fn path(self) -> &'static str {
+        if self.tensor { "tensor operations (Metal 4)" } else { "simdgroup_matrix (Metal 3.1)" }
+    }
+}
+
+impl From<KvType> for Features {
+    fn from(kv: KvType) -> Self {
+        Self { kv, tensor: false }
+    }
+}
+
 /// What a buffer holds.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Contents {
@@ -339,20 +361,24 @@ pub enum PlanError {
 }
 
 /// Plans a decode step of one sequence of at most `capacity` tokens: see [`plan_step`].
-pub fn plan(config: &Config, capacity: usize, kv: KvType) -> Result<Plan, PlanError> {
-    plan_step(config, kv, &[Segment { tokens: 1, capacity, want: Want::Last }])
+pub fn plan(config: &Config, capacity: usize, features: impl Into<Features>) -> Result<Plan, PlanError> {
+    plan_step(config, features, &[Segment { tokens: 1, capacity, want: Want::Last }])
 }
 
 /// Plans a step: one token of a sequence or of several, a draft, a chunk of a prompt, or all of it at once. A sequence must have room
 /// for its tokens, and a token must be in the vocabulary; the kernels check neither.
-pub fn plan_step(config: &Config, kv: KvType, segments: &[Segment]) -> Result<Plan, PlanError> {
+pub fn plan_step(
+    config: &Config,
+    features: impl Into<Features>,
+    segments: &[Segment],
+) -> Result<Plan, PlanError> {
     check_shapes(config)?;
     check_segments(segments)?;
     let modules = modules(config);
     let bits = bits(config);
     modules.iter().try_for_each(|module| check_form(config, bits, module))?;
     let one = matches!(segments, [Segment { tokens: 1, want: Want::Last | Want::All, .. }]);
-    let mut builder = Builder::new(config, modules, segments, kv);
+    let mut builder = Builder::new(config, modules, segments, features.into());
     (0..segments.len()).for_each(|segment| builder.embed(segment));
     for (layer, kind) in config.layers.iter().enumerate() {
         match (kind, one) {

@@ -179,7 +179,7 @@ fn source(
 }
 
 /// The compiled kernel of a launch, if the device can run it as planned.
-fn kernel(device: &dyn Device, launch: &Launch) -> Result<KernelId, LoadError> {
+pub fn kernel(device: &dyn Device, launch: &Launch) -> Result<KernelId, LoadError> {
     let name = launch.kernel;
     let (kernel, pipeline) = device.kernel(name).ok_or(LoadError::NoKernel { name })?;
     let refuse = |what, expected, found| Err(LoadError::Kernel { name, what, expected, found });

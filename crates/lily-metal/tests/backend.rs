@@ -33,6 +33,7 @@ fn options() -> Options {
         snapshot_bytes: 1 << 20,
         kv: KvType::F32,
         residency: true,
+        tensor: true,
         aligned_copies: false,
     }
 }

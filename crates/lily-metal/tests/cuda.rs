@@ -18,13 +18,14 @@ use lily_cuda::compile::Compiler;
 use lily_cuda::driver::{Buffer, Context, Event, Function};
 use lily_cuda::profile::{copy_bandwidth, median_us};
 use lily_metal::draw::Draw;
-use lily_metal::plan::{self, Contents, KvType, Launch, Plan, Segment, State, Want};
+use lily_metal::plan::{self, Contents, Features, KvType, Launch, Plan, Segment, State, Want};
 use lily_metal::{plan_step, source};
 use lily_model::config::Config;
 use lily_model::presets::CONFIG_35B_A3B;
 use lily_model::sample::SampleParams;
 
 const WRONG: &str = include_str!("shim/wrong.metal");
+const WRONG_TENSORS: &str = include_str!("shim/wrong_tensors.metal");
 
 /// A kernel that does nothing: what a launch costs.
 const IDLE: &str = "#include <metal_stdlib>
@@ -62,11 +63,13 @@ fn real() -> Config {
 fn the_kernels_compile_for_an_nvidia_gpu() {
     let Some(compiler) = compiler() else { return };
     let bf16 = Config { quantization: None, ..real() };
-    for (config, kv) in [(real(), KvType::Bf16), (real(), KvType::F32), (bf16, KvType::Bf16)] {
-        let source = source::source(&config, kv);
+    let all = [(KvType::Bf16, false), (KvType::F32, false), (KvType::Bf16, true)].map(|way| (real(), way));
+    let unquantised = [false, true].map(|tensor| (bf16.clone(), (KvType::Bf16, tensor)));
+    for (config, (kv, tensor)) in all.into_iter().chain(unquantised) {
+        let source = source::source(&config, Features { kv, tensor });
         let signatures = signatures(&source).unwrap();
         let text = whole(&source, &signatures, Way::Cuda);
-        let log = compiler.compile("metal.cu", &text, &options("sm_90a")).unwrap().log;
+        let log = compiler.compile("metal.cu", &text, &options(&source, "sm_90a")).unwrap().log;
         println!("{log}");
         assert!(!log.contains("warning"), "{log}");
         let without = log.matches(" 0 bytes spill stores, 0 bytes spill loads").count();
@@ -89,8 +92,10 @@ fn all_that_runs_on_a_gpu_compiles() {
     let unquantised = [true, false].map(|all| unquantised(all, 5).config);
     let draws = draws::VOCABULARIES.map(draws::config);
     let models = files.into_iter().chain(edges).chain(unquantised).chain(draws).chain([real()]);
-    let sources = models.flat_map(|c| [KvType::Bf16, KvType::F32].map(|kv| source::source(&c, kv)));
-    for source in sources.chain([WRONG.to_owned(), IDLE.to_owned()]) {
+    let features =
+        [KvType::Bf16, KvType::F32].map(|kv| [Features { kv, tensor: false }, Features { kv, tensor: true }]);
+    let sources = models.flat_map(|c| features.concat().into_iter().map(move |f| source::source(&c, f)));
+    for source in sources.chain([WRONG, WRONG_TENSORS, IDLE].map(str::to_owned)) {
         assert!(!code(Some(&compiler), &source, &signatures(&source).unwrap(), "sm_90a").is_empty());
     }
 }

@@ -33,6 +33,7 @@ fn engine() -> Engine {
         max_batch_tokens: 64,
         kv: KvType::F32,
         residency: true,
+        tensor: true,
         aligned_copies: false,
     };
     let backend = MetalBackend::new(ShimDevice::new(1 << 30), model.config, &model.weights, &options);

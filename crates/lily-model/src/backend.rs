@@ -102,7 +102,7 @@ pub enum Output {
 pub enum SegmentError {
     /// The model's state or a logit became NaN or infinite: broken weights or an overflow. Never sampled from.
     #[error(
-        "the model computed a value that is not finite at position {position}: its weights are damaged, check the files"
+        "the model computed a value that is not finite at position {position}: its weights are damaged, or this device's numbers are too small for it; check the files, or try --device cpu"
     )]
     NonFinite {
         /// The first position in the sequence at which it shows.

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use half::bf16;
+use half::{bf16, f16};
 use lily_cpu::math::{rms_norm, rotary, rotate, sigmoid};
 use lily_cpu::reference::matvec;
 use lily_model::config::Config;
@@ -27,6 +27,21 @@ fn normed(x: &[f32], gains: &[f32], eps: f32) -> Vec<f32> {
 
 fn add(x: &[f32], y: &[f32]) -> Vec<f32> {
     x.iter().zip(y).map(|(x, y)| x + y).collect()
+}
+
+/// W x; with `rounds` of numbers rounded to half, as tensor operations have it.
+fn product(w: &Matrix, x: &[f32], rounds: bool) -> Vec<f32> {
+    if !rounds {
+        return matvec(w, x);
+    }
+    let half = |x: &f32| f16::from_f32(*x).to_f32();
+    let x: Vec<f32> = x.iter().map(half).collect();
+    let mut row = vec![0.0; w.cols];
+    let dot = |r| {
+        w.read_row(r, &mut row);
+        row.iter().zip(&x).map(|(w, x)| half(w) * x).sum()
+    };
+    (0..w.rows).map(dot).collect()
 }
 
 /// What is checked, and the values it should have; of words, the bits.
@@ -134,6 +149,7 @@ impl Launched<'_> {
 
     /// What a kernel should make of the buffers; `None`: nobody has said, or they don't belong to it.
     pub fn of(&self, kernel: &str) -> Option<Expected> {
+        let rounds = kernel.contains("_tensor");
         Some(match kernel {
             "embed" => self.embed(),
             "project_gdn" => self.project_gdn()?,
@@ -145,18 +161,19 @@ impl Launched<'_> {
             "project_attention" => self.project_attention()?,
             "append" => self.append()?,
             "attend" => self.attend()?,
-            "attend_rows" => vec![scratch("parts", self.attended(self.scratch("q")))],
+            "attend_rows" | "attend_tensor" => vec![scratch("parts", self.attended(self.scratch("q")))],
             "combine" => self.combine(),
             "out_attention" => self.out(&self.attention()?.o_proj, self.scratch("attended")),
             "router" => self.router()?,
             "gate_up" => self.gate_up()?,
             "down" => self.down()?,
             "norm_rows" => self.norm_rows()?,
-            "matmul" | "matmul_16" | "matmul_router" | "matmul_few" => self.matmul()?,
+            "matmul" | "matmul_16" | "matmul_router" | "matmul_few" | "matmul_tensor"
+            | "matmul_tensor_32" => self.matmul(rounds)?,
             "route" => self.route()?,
             "sort_pairs" => self.sort_pairs()?,
-            "gate_up_rows" => self.gate_up_rows()?,
-            "down_rows" => self.down_rows()?,
+            "gate_up_rows" | "gate_up_tensor" => self.gate_up_rows(rounds)?,
+            "down_rows" | "down_tensor" => self.down_rows(rounds)?,
             "sum_slots" => self.sum_slots(),
             "lm_head" => {
                 let (x, weights) = (self.scratch("x"), &self.weights);
@@ -202,7 +219,7 @@ impl Launched<'_> {
     }
 
     /// Of the buffers that may be one, the output is the one that isn't the input.
-    fn matmul(&self) -> Option<Expected> {
+    fn matmul(&self, rounds: bool) -> Option<Expected> {
         let &[rows, cols, outs, width, add] = self.numbers() else { return None };
         let [rows, cols, outs, width] = [rows, cols, outs, width].map(|n| n as usize);
         let matrix = self.matrix()?;
@@ -219,7 +236,7 @@ impl Launched<'_> {
             return None;
         }
         for (row, x) in self.before[input].chunks_exact(cols).enumerate() {
-            for (y, new) in y[row * width..].iter_mut().zip(matvec(matrix, x)) {
+            for (y, new) in y[row * width..].iter_mut().zip(product(matrix, x, rounds)) {
                 *y = if add == 1 { *y + new } else { new };
             }
         }

@@ -13,7 +13,7 @@ use lily_model::config::Config;
 use lily_model::weights::Weights;
 
 use crate::device::{Argument, Device, Dispatch, Place};
-use crate::plan::{Binding, Contents, KvType, Launch, PAGE, Plan, State, Want};
+use crate::plan::{Binding, Contents, Features, KvType, Launch, PAGE, Plan, State, Want};
 use crate::{LoadError, load, source, steps, weights};
 pub use draws::Drawn;
 pub use expected::Launched;
@@ -91,9 +91,10 @@ pub fn run(
     device: &mut dyn Device,
     config: &Config,
     weights: &Weights,
-    kv: KvType,
+    features: impl Into<Features>,
 ) -> Result<Report, LoadError> {
-    run_source(device, config, weights, kv, &source::source(config, kv))
+    let features = features.into();
+    run_source(device, config, weights, features, &source::source(config, features))
 }
 
 /// As [`run`], with kernels of another text: a test of the test.
@@ -101,16 +102,17 @@ pub fn run_source(
     device: &mut dyn Device,
     config: &Config,
     weights: &Weights,
-    kv: KvType,
+    features: impl Into<Features>,
     source: &str,
 ) -> Result<Report, LoadError> {
+    let features = features.into();
     let shape =
         |step: &&[(usize, usize, Want)]| step.iter().map(|&(_, n, want)| (n, want)).collect::<Vec<_>>();
-    let plans = STEPS.iter().map(|step| steps::plan(config, kv, CAPACITY, &shape(step)));
+    let plans = STEPS.iter().map(|step| steps::plan(config, features, CAPACITY, &shape(step)));
     let plans = plans.collect::<Result<Vec<Plan>, _>>()?;
     let info = device.info().clone();
-    if let Err(error) = device.compile(source, &load::kernels(&plans)) {
-        return Ok(Report { info, compiled: Err(error.to_string()), outcomes: Vec::new() });
+    if let Err(error) = device.compile(source, features.into(), &load::kernels(&plans)) {
+        return Ok(Report { info, features, compiled: Err(error.to_string()), outcomes: Vec::new() });
     }
     let mut outcomes = outcomes(device, &plans)?;
     let mut fixed = HashMap::new();
@@ -118,13 +120,13 @@ pub fn run_source(
         fixed = weights::place(device, weights, plan, false)?.places;
         fixed.insert(Contents::Turns, load::turns(device, config)?);
     }
-    let mut bench = Bench { device, config, weights, kv, fixed, draws: 0 };
+    let mut bench = Bench { device, config, weights, kv: features.kv, fixed, draws: 0 };
     let mut random = fastrand::Rng::with_seed(3);
     for (plan, segments) in plans.into_iter().zip(STEPS) {
         let step = bench.prepare(plan, segments, &mut random)?;
         bench.run(&step, &mut outcomes);
     }
-    Ok(Report { info, compiled: Ok(()), outcomes })
+    Ok(Report { info, features, compiled: Ok(()), outcomes })
 }
 
 /// One for each kernel, in the order of the step.
@@ -345,7 +347,7 @@ impl Bench<'_> {
             match contents {
                 Contents::Scratch("parts") => {
                     got = launched.merged(&got, &of(&Contents::Scratch("weights")));
-                    if is_bf16 && launch.kernel == "attend_rows" {
+                    if is_bf16 && matches!(launch.kernel, "attend_rows" | "attend_tensor") {
                         tolerance = BF16_TOLERANCE;
                     }
                 }

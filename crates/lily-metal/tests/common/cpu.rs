@@ -10,7 +10,7 @@ use libloading::Library;
 use libloading::os::unix;
 
 use super::signature::Signature;
-use super::text::{Way, whole};
+use super::text::{HEADERS, Way, standard, whole};
 use super::{Bound, Guard, Memory, Order, Shape};
 
 #[repr(C)]
@@ -70,17 +70,18 @@ impl Cpu {
         static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
         let guard = ONE_AT_A_TIME.lock().unwrap_or_else(|broken| broken.into_inner());
         let text = whole(source, signatures, Way::Cpu);
+        let standard = format!("-std={}", standard(source, Way::Cpu));
         let mut hash = DefaultHasher::new();
-        for file in ["metal_stdlib", "entry.h", "runtime.cpp"] {
+        for file in ["entry.h", "runtime.cpp"] {
             std::fs::read(shim().join(file)).unwrap().hash(&mut hash);
         }
-        (&text, FLAGS).hash(&mut hash);
+        (&text, HEADERS, FLAGS, &standard).hash(&mut hash);
         let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("metal-{:016x}", hash.finish()));
         let library = folder.join("kernels.so");
         if !library.exists() {
             std::fs::create_dir_all(&folder).unwrap();
             std::fs::write(folder.join("lily.cpp"), text).unwrap();
-            build(&folder);
+            build(&folder, &standard);
         }
         // Never unloaded, since it handles faults from its first launch on.
         let flags = unix::RTLD_NOW | unix::RTLD_LOCAL | libc::RTLD_NODELETE;
@@ -146,7 +147,6 @@ impl Cpu {
 
 /// Indices of private arrays, shifts and alignment are checked; a fault says so.
 const FLAGS: [&str; 12] = [
-    "-std=c++17",
     "-O2",
     "-fPIC",
     "-shared",
@@ -155,16 +155,18 @@ const FLAGS: [&str; 12] = [
     "-Wno-attributes",
     // `#pragma unroll`.
     "-Wno-unknown-pragmas",
+    "-Wno-volatile",
     "-U_FORTIFY_SOURCE",
     "-ffp-contract=off",
     "-fsanitize=bounds-strict,alignment,shift,integer-divide-by-zero",
     "-fsanitize-undefined-trap-on-error",
 ];
 
-fn build(folder: &Path) {
+fn build(folder: &Path, standard: &str) {
     let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned());
     let made = folder.join(format!("kernels-{}.so", std::process::id()));
     let output = Command::new(&compiler)
+        .arg(standard)
         .args(FLAGS)
         .arg("-I")
         .arg(shim())

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use lily_metal::plan::{Binding, Buffer, Contents, KvType, Launch, Plan, Segment, State, Want};
+use lily_metal::plan::{Binding, Buffer, Contents, Features, Launch, Plan, Segment, State, Want};
 
 use lily_metal::draw::Draw;
 use lily_model::sample::SampleParams;
@@ -14,7 +14,7 @@ use super::{Bound, Guard, Kernels, Memory, Order, Shape};
 pub struct Machine<'m> {
     pub model: &'m Model,
     pub kernels: &'static Kernels,
-    pub kv: KvType,
+    pub features: Features,
     pub order: Order,
     /// Draws that were checked.
     pub draws: usize,
@@ -44,12 +44,12 @@ pub struct Step {
 pub struct Feed<'t>(pub usize, pub &'t [u32], pub Want);
 
 impl<'m> Machine<'m> {
-    pub fn new(model: &'m Model, kernels: &'static Kernels, kv: KvType, guard: Guard) -> Self {
+    pub fn new(model: &'m Model, kernels: &'static Kernels, features: Features, guard: Guard) -> Self {
         let (weights, steps) = (HashMap::new(), HashMap::new());
         Self {
             model,
             kernels,
-            kv,
+            features,
             order: Order::Forward,
             draws: 0,
             guard,
@@ -83,7 +83,7 @@ impl<'m> Machine<'m> {
             .map(|&(s, tokens, want)| Segment { tokens, capacity: self.sequences[s].capacity, want })
             .collect();
         let mut step = self.steps.remove(&segments).unwrap_or_else(|| {
-            let plan = lily_metal::plan_step(&self.model.config, self.kv, &segments).unwrap();
+            let plan = lily_metal::plan_step(&self.model.config, self.features, &segments).unwrap();
             Step { plan, segments, own: HashMap::new(), sequences: Vec::new() }
         });
         step.sequences = feeds.iter().map(|&(s, ..)| s).collect();

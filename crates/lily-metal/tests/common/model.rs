@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use lily_cpu::reference::Reference;
-use lily_metal::plan::{Contents, KvType};
+use lily_metal::plan::{Contents, Features};
 use lily_metal::source;
 use lily_model::checkpoint::{Checkpoint, Tensor};
 use lily_model::config::Config;
@@ -42,13 +42,14 @@ impl Model {
     }
 
     /// The kernels for this model.
-    pub fn machine(&self, kv: KvType, guard: Guard) -> Machine<'_> {
-        self.machine_of(&source::source(&self.config, kv), kv, guard)
+    pub fn machine(&self, features: impl Into<Features>, guard: Guard) -> Machine<'_> {
+        let features = features.into();
+        self.machine_of(&source::source(&self.config, features), features, guard)
     }
 
     /// As [`Self::machine`], with the kernels of a text.
-    pub fn machine_of(&self, source: &str, kv: KvType, guard: Guard) -> Machine<'_> {
-        Machine::new(self, Kernels::compile(source), kv, guard)
+    pub fn machine_of(&self, source: &str, features: impl Into<Features>, guard: Guard) -> Machine<'_> {
+        Machine::new(self, Kernels::compile(source), features.into(), guard)
     }
 
     /// What a buffer that all sequences share holds; weights are taken from the files by name, as a host would map them.

@@ -39,6 +39,8 @@ struct Fiber {
     bool started;
     State state;
     uint index;
+    /// Of the operations that it took part in, in order.
+    uint parts;
 };
 
 struct SimdGroup {
@@ -78,6 +80,15 @@ enum Reason { SUSPENDED = 1, FAILED = 2 };
 [[noreturn]] void fail(const char* problem) {
     machine.problem = problem;
     _longjmp(machine.scheduler, FAILED);
+}
+
+constexpr const char* PARTS = "not all threads of a scope take part in its operations, in the same order";
+
+/// Whether all threads took part in the same operations.
+bool same_parts() {
+    for (uint i = 1; i < machine.threads; ++i)
+        if (machine.fibers[i].parts != machine.fibers[0].parts) return false;
+    return true;
 }
 
 void suspend(State state) {
@@ -177,7 +188,10 @@ bool resume(Fiber& fiber) {
 
 /// Runs one threadgroup.
 bool run_threadgroup(const std::vector<uint>& order) {
-    for (uint i = 0; i < machine.threads; ++i) machine.fibers[i].state = State::ready;
+    for (uint i = 0; i < machine.threads; ++i) {
+        machine.fibers[i].state = State::ready;
+        machine.fibers[i].parts = 0;
+    }
     for (uint i = 0; i < machine.threads / LANES; ++i) machine.simdgroups[i].arrived = 0;
     // NaN in every number that isn't written first.
     for (auto& m : machine.memory) memset(m.first, 0xff, m.second);
@@ -204,7 +218,8 @@ bool run_threadgroup(const std::vector<uint>& order) {
             return false;
         }
     }
-    return true;
+    if (!same_parts()) machine.problem = PARTS;
+    return !machine.problem;
 }
 
 uint next_random(uint& seed) {
@@ -230,12 +245,20 @@ uint lane() { return machine.current->index % LANES; }
 uint thread_index_in_threadgroup() { return machine.current->index; }
 uint simdgroup_index_in_threadgroup() { return machine.current->index / LANES; }
 Group threadgroup_position_in_grid() { return machine.group; }
+void refuse(const char* problem) { fail(problem); }
+
+void take_part(uint simdgroups, uint operation) {
+    // A scope is the whole threadgroup: no kernel needs another.
+    if (simdgroups * LANES != machine.threads) fail("an operation for another number of threads");
+    machine.current->parts = machine.current->parts * 31 + operation + 1;
+}
 
 Pointer buffer(uint index) { return {machine.buffers[index]}; }
 Pointer threadgroup_memory(uint index) { return {machine.memory[index].first}; }
 
 void barrier() {
     if (++machine.at_barrier < machine.threads) return suspend(State::at_barrier);
+    if (!same_parts()) fail(PARTS);
     machine.at_barrier = 0;
     for (uint i = 0; i < machine.threads; ++i) machine.fibers[i].state = State::ready;
 }
