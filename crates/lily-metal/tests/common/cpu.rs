@@ -145,7 +145,7 @@ impl Cpu {
 }
 
 /// Indices of private arrays, shifts and alignment are checked; a fault says so.
-const FLAGS: [&str; 11] = [
+const FLAGS: [&str; 12] = [
     "-std=c++17",
     "-O2",
     "-fPIC",
@@ -153,6 +153,8 @@ const FLAGS: [&str; 11] = [
     "-Wall",
     "-Werror",
     "-Wno-attributes",
+    // `#pragma unroll`.
+    "-Wno-unknown-pragmas",
     "-U_FORTIFY_SOURCE",
     "-ffp-contract=off",
     "-fsanitize=bounds-strict,alignment,shift,integer-divide-by-zero",
