@@ -4,12 +4,12 @@ use std::collections::{HashMap, VecDeque};
 use std::path::PathBuf;
 
 use lily_model::backend::{
-    Backend, BackendError, Batch, Limits, Output, Progress, Segment, SegmentError, SeqId, SnapshotId,
-    StepOutput, Ticket, Want,
+    Backend, BackendError, Batch, Limits, Output, Progress, SegmentError, SeqId, SnapshotId, StepOutput,
+    Ticket, Want,
 };
 use lily_model::config::Config;
 use lily_model::pool::PAGE;
-use lily_model::sample::{SampleParams, Sampled, sample};
+use lily_model::sample::{Sampled, logprobs};
 use lily_model::weights::Weights;
 
 use crate::device::Source;
@@ -211,18 +211,7 @@ impl CudaBackend {
         batch.check(&self.limits, |seq| {
             let s = self.sequences.get(&seq)?;
             Some(Progress { len: s.len, capacity: s.capacity, sampled: s.sampled })
-        })?;
-        let biases = |segment: &Segment| match &segment.want {
-            Want::Sample(params) => params.logit_bias.len(),
-            _ => 0,
-        };
-        let (biases, most) =
-            (batch.segments.iter().map(biases).sum::<usize>(), self.device.layout.most_biases());
-        if biases > most {
-            let problem = format!("{biases} logit biases in a step, the most is {most}");
-            return Err(BackendError::InvalidBatch(problem));
-        }
-        Ok(())
+        })
     }
 
     /// Enqueues a checked step into flight `flight`.
@@ -308,16 +297,7 @@ impl CudaBackend {
             Want::Nothing => Output::Nothing,
             Want::Logits(_) => Output::Logits(asked.logits),
             Want::Sample(params) => {
-                let logprobs = params.logprobs.map(|n| {
-                    // The host's own definition, on the device's logits.
-                    let reported = SampleParams { logprobs: Some(n), ..SampleParams::greedy() };
-                    let best = sample(&mut asked.logits.clone(), &[], &reported);
-                    let mut logprobs =
-                        best.logprobs.unwrap_or(lily_model::sample::Logprobs { token: 0.0, top: Vec::new() });
-                    let of = |token: u32| asked.logits[token as usize];
-                    logprobs.token += of(token) - of(best.token);
-                    logprobs
-                });
+                let logprobs = params.logprobs.map(|n| logprobs(&asked.logits, token, n));
                 Output::Sampled(Sampled { token, logprobs })
             }
         })

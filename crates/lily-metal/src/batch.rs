@@ -3,9 +3,9 @@
 
 use std::ops::Range;
 
-use crate::builder::{Bindings, Builder, F32, POSITIONS};
+use crate::builder::{Bindings, Builder, F16, F32, POSITIONS};
 use crate::launches::{HEAD_SIMDGROUPS, MIXER_SIMDGROUPS, PRODUCT_ROWS};
-use crate::plan::{Access, Contents, LANES, PARTS, State, Want};
+use crate::plan::{Access, Contents, Features, KvType, LANES, PARTS, State, Want, is_router};
 
 /// Rows that `matmul_few` takes at most: `FEW` of `matmul.metal`. Of more tokens the experts are grouped.
 const FEW: usize = 8;
@@ -13,14 +13,18 @@ const FEW: usize = 8;
 const TILE_THREADS: usize = 128;
 /// Outputs of a tile.
 const TILE_OUTS: usize = 64;
-/// Rows of a tile of `matmul`.
+/// Rows of a tile of `matmul` and `matmul_tensor`.
 const TILE_ROWS: usize = 64;
-/// Rows of a tile of `matmul_16` and `matmul_q8`.
+/// Rows of a tile of `matmul_16` and `matmul_router`.
 const SMALL_TILE_ROWS: usize = 16;
 /// Up to so many rows, small tiles multiply less in all.
 const SMALL: usize = 32;
 /// Numbers of a row of inputs or weights in threadgroup memory: `TILE_STRIDE` of `matmul.metal`.
 const TILE_STRIDE: usize = 36;
+/// Inputs that the tensor operations' tiles have at a time: `TENSOR_COLS` of `tensor_matmul.metal`.
+const TENSOR_COLS: usize = 64;
+/// Rows of a tile of `matmul_tensor_32`.
+const SMALL_TENSOR_ROWS: usize = 32;
 /// Pairs of token and slot in a tile: `PAIR_ROWS` of `experts.metal`.
 const PAIR_ROWS: usize = 32;
 /// Words of a `Tile` of `experts.metal`.
@@ -35,8 +39,9 @@ pub const CHUNK_MATRICES: usize = 33 * 64;
 const CHUNK_PRODUCTS: usize = 20 * 64;
 /// SIMD-groups of `delta_chunks`; each has 8 columns of the state.
 const CHUNKS_SIMDGROUPS: usize = 4;
-/// Rows of a tile of `attend_rows`, and its SIMD-groups.
+/// Rows of a tile of `attend_rows`, and of `attend_tensor`; their SIMD-groups.
 const ATTEND_ROWS: usize = 16;
+const ATTEND_TENSOR_ROWS: usize = 32;
 const ATTEND_SIMDGROUPS: usize = 4;
 /// Where there are fewer threadgroups of `attend_rows`, positions are divided, so that there are about so many.
 const ATTEND_GROUPS: usize = 128;
@@ -44,6 +49,11 @@ const ATTEND_GROUPS: usize = 128;
 /// Threadgroup memory of a tile of so many rows: inputs and weights, then the outputs in the same place.
 fn tile_memory(rows: usize) -> Vec<usize> {
     vec![((rows + TILE_OUTS) * TILE_STRIDE).max(rows * TILE_OUTS) * F32]
+}
+
+/// The same of tensor operations, whose sums stay in registers; `outs`: rows of weights.
+fn tensor_memory(rows: usize, outs: usize) -> Vec<usize> {
+    vec![(rows + outs) * TENSOR_COLS * F16]
 }
 
 /// y = W x of rows of tokens, or y += W x.
@@ -83,12 +93,24 @@ impl Bindings<'_, '_> {
 impl Builder<'_> {
     /// Into how many parts positions are divided for a segment's attention, at most.
     pub fn parts(&self, segment: usize) -> usize {
-        let (tokens, a) = (self.segments[segment].tokens, &self.config.attention);
-        if tokens == 1 {
+        if self.segments[segment].tokens == 1 {
             return PARTS;
         }
-        let tiles = tokens.div_ceil(ATTEND_ROWS / (a.heads / a.kv_heads));
-        (ATTEND_GROUPS / (tiles * a.kv_heads)).clamp(1, PARTS)
+        (ATTEND_GROUPS / (self.attend_tiles(segment) * self.config.attention.kv_heads)).clamp(1, PARTS)
+    }
+
+    /// Whether a segment is attended with tensor operations: not a draft, which should round as its tokens do one by one. They take
+    /// keys and values of 16 bits.
+    fn attends_with_tensors(&self, segment: usize) -> bool {
+        let Features { kv, tensor } = self.features;
+        tensor && kv == KvType::Bf16 && self.segments[segment].tokens > FEW
+    }
+
+    /// Tiles of the tokens of a segment.
+    fn attend_tiles(&self, segment: usize) -> usize {
+        let a = &self.config.attention;
+        let rows = if self.attends_with_tensors(segment) { ATTEND_TENSOR_ROWS } else { ATTEND_ROWS };
+        self.segments[segment].tokens.div_ceil(rows / (a.heads / a.kv_heads))
     }
 
     /// h = norm(x) of `count` rows from `first` on; in rows of h from `to` on.
@@ -118,13 +140,17 @@ impl Builder<'_> {
             let grid = [p.outs.div_ceil(PRODUCT_ROWS), 1, 1];
             return self.launch("matmul_few", grid, TILE_THREADS, Vec::new(), bindings);
         }
-        let (kernel, rows) = match self.bits(p.matrix) {
-            8 => ("matmul_q8", SMALL_TILE_ROWS),
-            _ if p.rows <= SMALL => ("matmul_16", SMALL_TILE_ROWS),
-            _ => ("matmul", TILE_ROWS),
+        // The router's are f32 on every device: which experts are chosen must not depend on rounding.
+        let (kernel, rows, tensor) = match (is_router(p.matrix), p.rows <= SMALL, self.features.tensor) {
+            (true, ..) => ("matmul_router", SMALL_TILE_ROWS, false),
+            (_, true, false) => ("matmul_16", SMALL_TILE_ROWS, false),
+            (_, false, false) => ("matmul", TILE_ROWS, false),
+            (_, true, true) => ("matmul_tensor_32", SMALL_TENSOR_ROWS, true),
+            (_, false, true) => ("matmul_tensor", TILE_ROWS, true),
         };
+        let memory = if tensor { tensor_memory(rows, TILE_OUTS) } else { tile_memory(rows) };
         let grid = [p.outs.div_ceil(TILE_OUTS), p.rows.div_ceil(rows), 1];
-        self.launch(kernel, grid, TILE_THREADS, tile_memory(rows), bindings);
+        self.launch(kernel, grid, TILE_THREADS, memory, bindings);
     }
 
     /// Products of h, `[rows, hidden]`, with matrices, into scratch buffers of their own: name, matrix, outputs.
@@ -320,7 +346,7 @@ impl Builder<'_> {
     /// Attention of the tokens of a segment.
     fn attend_rows(&mut self, segment: usize, layer: usize) {
         let a = &self.config.attention;
-        let (rows, parts, kv) = (self.rows(segment), self.parts(segment), self.kv.size());
+        let (rows, parts, kv) = (self.rows(segment), self.parts(segment), self.features.kv.size());
         let bindings = self
             .bind()
             .packed_queries(&rows, Access::Read)
@@ -331,11 +357,15 @@ impl Builder<'_> {
             .parts(segment, Access::Write)
             .pages(segment)
             .list;
-        let (shares, diagonals) = (ATTEND_ROWS * POSITIONS, ATTEND_ROWS / 8 * 64);
-        let memory = vec![ATTEND_ROWS * a.head_dim * kv, shares * F32, shares * kv, diagonals * F32];
-        let tiles = rows.len().div_ceil(ATTEND_ROWS / (a.heads / a.kv_heads));
-        let grid = [parts, a.kv_heads, tiles];
-        self.launch("attend_rows", grid, ATTEND_SIMDGROUPS * LANES, memory, bindings);
+        // Last, what each row's sums are multiplied with: as diagonals of 8x8 matrices, or as it is.
+        let (kernel, tall, factors) = match self.attends_with_tensors(segment) {
+            true => ("attend_tensor", ATTEND_TENSOR_ROWS, ATTEND_TENSOR_ROWS),
+            false => ("attend_rows", ATTEND_ROWS, ATTEND_ROWS / 8 * 64),
+        };
+        let shares = tall * POSITIONS;
+        let memory = vec![tall * a.head_dim * kv, shares * F32, shares * kv, factors * F32];
+        let grid = [parts, a.kv_heads, self.attend_tiles(segment)];
+        self.launch(kernel, grid, ATTEND_SIMDGROUPS * LANES, memory, bindings);
     }
 
     /// Mixture of experts of a layer.
@@ -413,8 +443,12 @@ impl Builder<'_> {
             .matrix(&name("shared_expert.up_proj"))
             .scratch("middle", slots * width, &rows, Access::Write)
             .list;
-        let grid = [width.div_ceil(TILE_OUTS / 2), most, 1];
-        self.launch("gate_up_rows", grid, TILE_THREADS, tile_memory(PAIR_ROWS), bindings);
+        // Half of the weights in hand are of gate, half of up.
+        let (kernel, outs, memory) = match self.features.tensor {
+            true => ("gate_up_tensor", TILE_OUTS, tensor_memory(PAIR_ROWS, 2 * TILE_OUTS)),
+            false => ("gate_up_rows", TILE_OUTS / 2, tile_memory(PAIR_ROWS)),
+        };
+        self.launch(kernel, [width.div_ceil(outs), most, 1], TILE_THREADS, memory, bindings);
 
         let bindings = self
             .bind()
@@ -425,8 +459,11 @@ impl Builder<'_> {
             .matrix(&name("shared_expert.down_proj"))
             .scratch("spread", hidden * slots, &rows, Access::Write)
             .list;
-        let grid = [hidden / TILE_OUTS, most, 1];
-        self.launch("down_rows", grid, TILE_THREADS, tile_memory(PAIR_ROWS), bindings);
+        let (kernel, memory) = match self.features.tensor {
+            true => ("down_tensor", tensor_memory(PAIR_ROWS, TILE_OUTS)),
+            false => ("down_rows", tile_memory(PAIR_ROWS)),
+        };
+        self.launch(kernel, [hidden / TILE_OUTS, most, 1], TILE_THREADS, memory, bindings);
     }
 
     /// Final norm and logits of the rows that are wanted; next tokens and positions.
@@ -468,17 +505,15 @@ impl Builder<'_> {
         }
     }
 
-    /// The first of each group of logits in a row of them.
+    /// The first candidate of each group of logits in a row of them.
     fn best(&mut self, segment: usize, row: usize) {
-        let (row_bytes, groups) = (self.config.vocab_size * F32, self.head_groups());
-        let to = segment..segment + 1;
+        let row_bytes = self.config.vocab_size * F32;
         let bindings = self
             .bind()
             .part(Contents::Logits, row * row_bytes..(row + 1) * row_bytes, Access::Read)
-            .scratch("best_logits", groups, &to, Access::Write)
-            .scratch("best_tokens", groups, &to, Access::Write)
+            .candidates(segment)
             .list;
-        let grid = [groups.div_ceil(HEAD_SIMDGROUPS), 1, 1];
+        let grid = [self.draw_groups().div_ceil(HEAD_SIMDGROUPS), 1, 1];
         self.launch("best", grid, HEAD_SIMDGROUPS * LANES, Vec::new(), bindings);
     }
 

@@ -6,10 +6,12 @@ use std::ops::Range;
 use lily_model::config::Config;
 use lily_model::manifest::Module;
 
-use crate::plan::{Access, Binding, Buffer, Contents, GROUP, KvType, Launch, PAGE, Plan, Segment, State};
+use crate::draw;
+use crate::plan::{Access, Binding, Buffer, Contents, Features, GROUP, Launch, PAGE, Plan, Segment, State};
 
 /// Bytes of a number.
 pub const F32: usize = 4;
+pub const F16: usize = 2;
 /// Positions that `attend_rows` takes at a time: `POSITIONS` of `attention.metal`. Pages are whole blocks.
 pub const POSITIONS: usize = 32;
 
@@ -17,7 +19,7 @@ pub const POSITIONS: usize = 32;
 pub struct Builder<'a> {
     pub config: &'a Config,
     pub segments: &'a [Segment],
-    pub kv: KvType,
+    pub features: Features,
     modules: HashMap<String, Module>,
     plan: Plan,
     index: HashMap<(usize, Contents), usize>,
@@ -40,10 +42,15 @@ pub struct Bindings<'b, 'a> {
 
 impl<'a> Builder<'a> {
     /// Nothing yet.
-    pub fn new(config: &'a Config, modules: Vec<Module>, segments: &'a [Segment], kv: KvType) -> Self {
+    pub fn new(
+        config: &'a Config,
+        modules: Vec<Module>,
+        segments: &'a [Segment],
+        features: Features,
+    ) -> Self {
         let modules = modules.into_iter().map(|module| (module.name.clone(), module)).collect();
         let plan = Plan { buffers: Vec::new(), launches: Vec::new() };
-        Self { config, segments, modules, kv, plan, index: HashMap::new(), touched: Vec::new() }
+        Self { config, segments, modules, features, plan, index: HashMap::new(), touched: Vec::new() }
     }
 
     /// The whole.
@@ -62,10 +69,15 @@ impl<'a> Builder<'a> {
         0..self.segments.iter().map(|s| s.tokens).sum()
     }
 
-    /// Bits of a matrix's codes.
+    /// Bits of a matrix's codes; 16: values of bf16.
     pub fn bits(&self, name: &str) -> usize {
         let affine = self.modules.get(name).and_then(|module| module.affine(self.config));
-        affine.map_or(0, |affine| affine.bits)
+        affine.map_or(16, |affine| affine.bits)
+    }
+
+    /// Groups of logits: `DRAW_GROUPS` of `sample.metal`.
+    pub fn draw_groups(&self) -> usize {
+        self.config.vocab_size.div_ceil(draw::GROUP)
     }
 
     fn buffer(&mut self, segment: usize, contents: Contents, bytes: usize) -> usize {
@@ -171,7 +183,7 @@ impl Bindings<'_, '_> {
 
     /// Rows of queries in the type of the cache.
     pub fn packed_queries(self, rows: &Range<usize>, access: Access) -> Self {
-        let row = self.builder.config.attention.query_width() * self.builder.kv.size();
+        let row = self.builder.config.attention.query_width() * self.builder.features.kv.size();
         self.part(Contents::Scratch("q"), rows.start * row..rows.end * row, access)
     }
 
@@ -184,6 +196,29 @@ impl Bindings<'_, '_> {
     /// The position of a segment's sequence.
     pub fn position(self, segment: usize, access: Access) -> Self {
         self.small_of(segment, Contents::Position, F32, access)
+    }
+
+    /// How a segment's next token is drawn, and the first candidate of each group of logits, with what else the draw may need.
+    pub fn candidates(self, segment: usize) -> Self {
+        let (vocab, capacity) = (self.builder.config.vocab_size, self.builder.segments[segment].capacity);
+        let changes = draw::most_changes(vocab, capacity) * draw::CHANGE_WORDS * F32;
+        self.draw(segment)
+            .small_of(segment, Contents::Changes, changes, Access::Read)
+            .small_of(segment, Contents::Mask, draw::mask_words(vocab) * F32, Access::Read)
+            .tokens(segment, Access::Read)
+            .scratch("adjusted", vocab, &(segment..segment + 1), Access::Write)
+            .best(segment, Access::Write)
+    }
+
+    /// How a segment's next token is drawn.
+    pub fn draw(self, segment: usize) -> Self {
+        self.small_of(segment, Contents::Draw, draw::WORDS * F32, Access::Read)
+    }
+
+    /// The first candidate of each group of a segment's logits.
+    pub fn best(self, segment: usize, access: Access) -> Self {
+        let words = self.builder.draw_groups() * draw::BEST_WORDS;
+        self.scratch("best", words, &(segment..segment + 1), access)
     }
 
     /// State of a Gated DeltaNet layer.
@@ -221,7 +256,7 @@ impl Bindings<'_, '_> {
     /// Keys or values of a layer. The segment's positions are written, if `append`; the earlier ones are read, if `attend`.
     pub fn cache(mut self, segment: usize, layer: usize, state: State, append: bool, attend: bool) -> Self {
         let Segment { tokens, capacity, .. } = self.builder.segments[segment];
-        let position = self.builder.config.attention.kv_width() * self.builder.kv.size();
+        let position = self.builder.config.attention.kv_width() * self.builder.features.kv.size();
         let length = capacity.next_multiple_of(PAGE) * position;
         let buffer = self.builder.buffer(segment, Contents::State(layer, state), length);
         let access = match (append, attend) {
@@ -258,13 +293,19 @@ impl Bindings<'_, '_> {
         self.rows_of(name, read, of)
     }
 
-    /// Codes, scales and biases of a matrix of which `read` in `of` parts are read.
+    /// What there is of codes, scales and biases of a matrix of which `read` in `of` parts are read.
     pub fn rows_of(self, name: &str, read: usize, of: usize) -> Self {
-        let codes = self.elements(name) * self.builder.bits(name) / 8;
-        let scales = self.elements(name) / GROUP * 2;
+        let (elements, bits) = (self.elements(name), self.builder.bits(name));
         let part = |bytes: usize| bytes / of * read;
-        self.moved(Contents::Codes(name.to_owned()), codes, Access::Read, part(codes))
-            .moved(Contents::Scales(name.to_owned()), scales, Access::Read, part(scales))
-            .moved(Contents::Biases(name.to_owned()), scales, Access::Read, part(scales))
+        let (codes, name) = (elements * bits / 8, name.to_owned());
+        let codes = self.moved(Contents::Codes(name.clone()), codes, Access::Read, part(codes));
+        if bits == 16 {
+            let absent = |what| Contents::Absent(format!("{what} of {name}"));
+            let scales = codes.small(absent("scales"), F32, Access::Read);
+            return scales.small(absent("biases"), F32, Access::Read);
+        }
+        let bytes = elements / GROUP * 2;
+        let scales = codes.moved(Contents::Scales(name.clone()), bytes, Access::Read, part(bytes));
+        scales.moved(Contents::Biases(name), bytes, Access::Read, part(bytes))
     }
 }

@@ -3,6 +3,8 @@
 
 use lily_model::files::Bytes;
 
+use crate::source::Language;
+
 /// Memory of a device, for as long as the device lives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BufferId(pub u32);
@@ -42,6 +44,8 @@ pub struct Info {
     pub max_buffer: usize,
     /// What memory must be aligned to, to be used without a copy.
     pub page: usize,
+    /// Whether it has units for the tensor operations of Metal 4, and a system that knows them.
+    pub tensor: bool,
     /// What a report of a fault should say besides.
     pub details: Vec<(&'static str, String)>,
 }
@@ -108,8 +112,13 @@ pub trait Device: Send {
     /// What it is.
     fn info(&self) -> &Info;
 
-    /// Compiles Metal source; its `kernels` can be found by name then.
-    fn compile(&mut self, source: &str, kernels: &[&'static str]) -> Result<(), DeviceError>;
+    /// Compiles Metal source; its `kernels` can be found by name then, and those compiled before no more.
+    fn compile(
+        &mut self,
+        source: &str,
+        language: Language,
+        kernels: &[&'static str],
+    ) -> Result<(), DeviceError>;
 
     /// A compiled kernel.
     fn kernel(&self, name: &str) -> Option<(KernelId, Pipeline)>;

@@ -5,6 +5,7 @@
 mod aligned;
 pub mod backend;
 pub mod device;
+pub mod draw;
 mod export;
 mod load;
 #[cfg(target_vendor = "apple")]
@@ -16,6 +17,7 @@ pub mod selftest;
 pub mod source;
 pub mod state;
 mod steps;
+mod tensor_check;
 pub mod weights;
 
 mod batch;
@@ -42,6 +44,8 @@ pub struct Options {
     pub kv: KvType,
     /// Keep the weights resident, so that they are not paged out between requests.
     pub residency: bool,
+    /// Multiply matrices of many rows with the tensor operations of Metal 4, if the device has units for them.
+    pub tensor: bool,
     /// Keep an aligned copy beside a file whose tensors are not aligned, instead of copying them to memory at every load.
     pub aligned_copies: bool,
 }
@@ -55,6 +59,7 @@ impl Default for Options {
             max_batch_tokens: 512,
             kv: KvType::Bf16,
             residency: true,
+            tensor: true,
             aligned_copies: true,
         }
     }
@@ -87,11 +92,11 @@ pub enum LoadError {
         /// By the model.
         found: usize,
     },
-    /// Scales or biases in a type that the kernels don't read.
+    /// Values, scales or biases of a matrix in a type that the kernels don't read.
     #[error(
-        "the Metal kernels can't run this model: scales or biases of {module} are {found:?}, expected Bf16; use --device cpu"
+        "the Metal kernels can't run this model: floats of {module} are {found:?}, expected Bf16; use --device cpu"
     )]
-    Scales {
+    Floats {
         /// The module.
         module: String,
         /// Their type.

@@ -7,11 +7,11 @@ use lily_model::pool::{Capacity, PAGE, Pool};
 use lily_model::weights::Weights;
 
 use crate::device::{BufferId, Device, Place};
-use crate::plan::{Contents, Plan};
-use crate::program::Shared;
+use crate::plan::{Contents, Features, Plan};
+use crate::program::{self, Shared};
 use crate::state::{Layout, StateMemory};
-use crate::steps::{Shape, Steps, extremes, scratch};
-use crate::{LoadError, Options, rope, source, steps, weights};
+use crate::steps::{Steps, extremes, scratch};
+use crate::{LoadError, Options, draw, rope, source, steps, tensor_check, weights};
 
 /// Steps that may be enqueued before the oldest is waited for.
 pub const IN_FLIGHT: usize = 2;
@@ -23,7 +23,9 @@ pub const MAX_SEGMENTS: usize = 32;
 pub struct Flight {
     /// Tokens, positions, and page tables.
     inputs: BufferId,
-    /// Of each segment: the token of the largest logit, and whether one is not finite.
+    /// Of each segment how its next token is drawn: words, changes, mask.
+    draws: [BufferId; 3],
+    /// Of each segment: the token that was drawn, and whether a logit is not finite.
     results: BufferId,
     /// f32 `[MAX_SEGMENTS, vocab]`.
     logits: BufferId,
@@ -35,13 +37,23 @@ pub struct Flight {
     hidden: usize,
 }
 
+/// Bytes of each part of a draw, of a segment of a sequence of `pages` pages.
+fn draw_bytes(vocab: usize, pages: usize) -> [usize; 3] {
+    let changes = draw::most_changes(vocab, pages * PAGE) * draw::CHANGE_WORDS;
+    [draw::WORDS, changes, draw::mask_words(vocab)].map(|words| 4 * words)
+}
+
 impl Flight {
     fn new(device: &mut dyn Device, config: &Config, rows: usize, pages: usize) -> Result<Self, LoadError> {
         let (vocab, hidden) = (config.vocab_size, config.hidden_size);
         let results = device.allocate(8 * MAX_SEGMENTS, "results of a step")?;
         // A step whose logits are not finite leaves the token as it was, and the next may read it: it must be one.
         device.write(Place { buffer: results, offset: 0 }, &[0; 8 * MAX_SEGMENTS]);
+        let [words, changes, mask] = draw_bytes(vocab, pages).map(|bytes| bytes * MAX_SEGMENTS);
+        let mut draws = |bytes| device.allocate(bytes, "draws of a step");
+        let draws = [draws(words)?, draws(changes)?, draws(mask)?];
         Ok(Self {
+            draws,
             inputs: device.allocate(8 * rows + 4 * pages * MAX_SEGMENTS, "inputs of a step")?,
             results,
             logits: device.allocate(4 * vocab * MAX_SEGMENTS, "logits")?,
@@ -55,7 +67,8 @@ impl Flight {
 
     /// What [`Self::new`] allocates.
     fn bytes(config: &Config, rows: usize, pages: usize) -> u64 {
-        let segment = 4 * pages + 8 + 4 * config.vocab_size;
+        let draw: usize = draw_bytes(config.vocab_size, pages).iter().sum();
+        let segment = 4 * pages + 8 + 4 * config.vocab_size + draw;
         (rows * (8 + 4 * config.hidden_size) + MAX_SEGMENTS * segment) as u64
     }
 
@@ -72,6 +85,12 @@ impl Flight {
     /// The page table of a segment.
     pub fn table(&self, segment: usize) -> Place {
         Place { buffer: self.inputs, offset: 8 * self.rows + 4 * self.pages * segment }
+    }
+
+    /// How the token that follows a segment is drawn: words, changes and mask.
+    pub fn draw(&self, segment: usize) -> [Place; 3] {
+        let bytes = draw_bytes(self.vocab, self.pages);
+        std::array::from_fn(|part| Place { buffer: self.draws[part], offset: segment * bytes[part] })
     }
 
     /// The token that follows a segment.
@@ -97,6 +116,8 @@ impl Flight {
 
 /// A model on a device, ready for steps.
 pub struct Loaded {
+    /// Which kernels they are made of.
+    pub features: Features,
     /// Programs.
     pub steps: Steps,
     /// State of sequences.
@@ -150,8 +171,9 @@ pub fn load(
     let length = (options.context as usize).next_multiple_of(PAGE);
     let (rows, pages) = (options.max_batch_tokens as usize, length / PAGE);
     let shapes = extremes(rows.min(length), MAX_SEGMENTS.min(rows));
-    let plan_of = |shape: &Shape| steps::plan(config, options.kv, length, shape);
-    let plans = shapes.iter().map(plan_of).collect::<Result<Vec<Plan>, _>>()?;
+    let (features, plans) = compile(device, config, options, |features| {
+        shapes.iter().map(|shape| steps::plan(config, features, length, shape)).collect()
+    })?;
     let Some(plan) = plans.first() else { return Err(LoadError::Missing { contents: "a step".to_owned() }) };
     let layout = Layout::new(plan, length);
     let scratch_sizes = scratch_sizes(&plans);
@@ -166,7 +188,6 @@ pub fn load(
     };
     let info = device.info().clone();
     let granted = budget(&info.name, info.memory, asked)?;
-    device.compile(&source::source(config, options.kv), &kernels(&plans))?;
     let placed = weights::place(device, weights, plan, options.aligned_copies)?;
     if options.residency {
         device.keep_resident(&placed.buffers)?;
@@ -180,6 +201,7 @@ pub fn load(
     let state = StateMemory::new(device, layout, capacity.slots, capacity.pages)?;
     let mut flight = || Flight::new(device, config, rows, pages);
     let flights = [flight()?, flight()?];
+    tracing::info!("{}: matrices of many rows are multiplied by {}", info.name, features.path());
     tracing::info!(
         "{}: {} bytes of weights in their files, {} copied, {} for steps, {} for state, of {}",
         info.name,
@@ -189,12 +211,47 @@ pub fn load(
         granted.sequences + granted.snapshots,
         info.memory
     );
-    let mut steps = Steps::new(config, options.kv, length, shared);
+    let mut steps = Steps::new(config, features, length, shared);
     for shape in &shapes {
         // A kernel that the device can't run shows now.
         steps.program(device, &state, shape)?;
     }
-    Ok(Loaded { steps, state, pool: Pool::new(capacity), flights })
+    Ok(Loaded { features, steps, state, pool: Pool::new(capacity), flights })
+}
+
+/// Compiles the kernels of a model's plans: with tensor operations, if the device has units for them and computes what it should,
+/// else those that every device can run.
+fn compile(
+    device: &mut dyn Device,
+    config: &Config,
+    options: &Options,
+    plans: impl Fn(Features) -> Result<Vec<Plan>, LoadError>,
+) -> Result<(Features, Vec<Plan>), LoadError> {
+    let compile = |device: &mut dyn Device, features: Features, plans: &[Plan]| {
+        device.compile(&source::source(config, features), features.into(), &kernels(plans))
+    };
+    if options.tensor && device.info().tensor {
+        let features = Features { kv: options.kv, tensor: true };
+        let plans = plans(features)?;
+        let problem = compile(device, features, &plans).map_err(|e| e.to_string()).and_then(|()| {
+            let mut launches = plans.iter().flat_map(|plan| &plan.launches);
+            launches
+                .try_for_each(|launch| program::kernel(device, launch).map(|_| ()))
+                .map_err(|e| e.to_string())?;
+            tensor_check::check(device, config, &plans)
+        });
+        match problem {
+            Ok(()) => return Ok((features, plans)),
+            Err(why) => tracing::warn!(
+                "{}: its tensor operations are not used, so prompts are read more slowly: {why}; please report it with `lily doctor --metal-selftest` (--metal-no-tensor does without them and this message)",
+                device.info().name
+            ),
+        }
+    }
+    let features = Features::from(options.kv);
+    let plans = plans(features)?;
+    compile(device, features, &plans)?;
+    Ok((features, plans))
 }
 
 /// The largest that any of these plans needs of each scratch buffer.

@@ -4,10 +4,10 @@ use std::fmt::Write;
 
 use lily_model::config::Config;
 
-use crate::plan::{KvType, PAGE, PARTS};
+use crate::plan::{Features, KvType, PAGE, PARTS, bits};
 
 /// The files of `kernels/`, in the order in which they make one library.
-const FILES: [&str; 10] = [
+const FILES: [&str; 11] = [
     include_str!("../kernels/common.metal"),
     include_str!("../kernels/embed.metal"),
     include_str!("../kernels/matmul.metal"),
@@ -17,14 +17,46 @@ const FILES: [&str; 10] = [
     include_str!("../kernels/attend_rows.metal"),
     include_str!("../kernels/moe.metal"),
     include_str!("../kernels/experts.metal"),
+    include_str!("../kernels/sample.metal"),
     include_str!("../kernels/head.metal"),
 ];
 
-/// Metal Shading Language 3.1: one library with all kernels, compiled for the shapes of `config`. To be compiled with
+/// Those that are added for tensor operations.
+const TENSOR_FILES: [&str; 2] =
+    [include_str!("../kernels/tensor_matmul.metal"), include_str!("../kernels/tensor_experts.metal")];
+
+/// And if K/V has 16 bits.
+const TENSOR_ATTENTION: &str = include_str!("../kernels/tensor_attention.metal");
+
+/// Headers of tensor operations. Before anything of ours, whose macros they must not meet.
+const TENSOR_HEADERS: &str = "#include <metal_stdlib>
+#include <metal_tensor>
+#include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
+";
+
+/// A version of the Metal Shading Language.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Language {
+    /// 3.1, of macOS 14.
+    V3_1,
+    /// 4.0, of macOS 26.
+    V4_0,
+}
+
+impl From<Features> for Language {
+    fn from(features: Features) -> Self {
+        if features.tensor { Self::V4_0 } else { Self::V3_1 }
+    }
+}
+
+/// One library with all kernels, compiled for the shapes of `config`, in the [`Language`] of the features. To be compiled with
 /// `MTLMathMode.safe`: the kernels use infinities and tell NaN apart.
-pub fn source(config: &Config, kv: KvType) -> String {
+pub fn source(config: &Config, features: impl Into<Features>) -> String {
+    let features = features.into();
     let (g, a, m) = (&config.gdn, &config.attention, &config.moe);
     let shapes = [
+        ("MATRIX_BITS", bits(config).matrices),
+        ("ROUTER_BITS", bits(config).routers),
         ("HIDDEN", config.hidden_size),
         ("VOCAB", config.vocab_size),
         ("KEY_HEADS", g.key_heads),
@@ -43,12 +75,18 @@ pub fn source(config: &Config, kv: KvType) -> String {
         ("EXPERT_WIDTH", m.expert_width),
         ("SHARED_WIDTH", m.shared_width),
     ];
-    let mut text = String::new();
+    let mut text = if features.tensor { TENSOR_HEADERS.to_owned() } else { String::new() };
     for (name, value) in shapes {
         // Unsigned, like everything that they are compared with. Writing to a String can't fail.
         let _ = writeln!(text, "#define {name} {value}u");
     }
-    let _ = writeln!(text, "#define NORM_EPS {:e}f\n#define KV {}", config.rms_norm_eps, kv.metal());
+    let _ = writeln!(text, "#define NORM_EPS {:e}f\n#define KV {}", config.rms_norm_eps, features.kv.metal());
     FILES.iter().for_each(|file| text.push_str(file));
+    if features.tensor {
+        TENSOR_FILES.iter().for_each(|file| text.push_str(file));
+        if features.kv == KvType::Bf16 {
+            text.push_str(TENSOR_ATTENTION);
+        }
+    }
     text
 }

@@ -6,7 +6,7 @@ use lily_model::config::Config;
 
 use crate::LoadError;
 use crate::device::Device;
-use crate::plan::{Contents, KvType, Plan, Segment, Want, plan_step};
+use crate::plan::{Contents, Features, Plan, Segment, Want, plan_step};
 use crate::program::{Program, Shared};
 use crate::state::StateMemory;
 
@@ -19,7 +19,7 @@ pub type Shape = Vec<(usize, Want)>;
 /// Plans steps.
 pub struct Steps {
     config: Config,
-    kv: KvType,
+    features: Features,
     /// Positions of every sequence, for the plans.
     capacity: usize,
     shared: Shared,
@@ -35,13 +35,13 @@ struct Kept {
 /// Plans a step of sequences of at most `capacity` tokens.
 pub fn plan(
     config: &Config,
-    kv: KvType,
+    features: Features,
     capacity: usize,
     shape: &[(usize, Want)],
 ) -> Result<Plan, LoadError> {
     let segments: Vec<Segment> =
         shape.iter().map(|&(tokens, want)| Segment { tokens, capacity, want }).collect();
-    Ok(plan_step(config, kv, &segments)?)
+    Ok(plan_step(config, features, &segments)?)
 }
 
 /// Bytes of each scratch buffer of a plan, but for the residual stream, which steps have each for themselves.
@@ -67,8 +67,8 @@ pub fn extremes(tokens: usize, segments: usize) -> Vec<Shape> {
 
 impl Steps {
     /// None yet.
-    pub fn new(config: &Config, kv: KvType, capacity: usize, shared: Shared) -> Self {
-        Self { config: config.clone(), kv, capacity, shared, programs: HashMap::new(), uses: 0 }
+    pub fn new(config: &Config, features: Features, capacity: usize, shared: Shared) -> Self {
+        Self { config: config.clone(), features, capacity, shared, programs: HashMap::new(), uses: 0 }
     }
 
     /// The program of a step; `None`: there is not enough scratch memory for it.
@@ -80,7 +80,7 @@ impl Steps {
     ) -> Result<Option<&mut Program>, LoadError> {
         self.uses += 1;
         if !self.programs.contains_key(shape) {
-            let plan = plan(&self.config, self.kv, self.capacity, shape)?;
+            let plan = plan(&self.config, self.features, self.capacity, shape)?;
             let room = |name| self.shared.scratch.get(name).map_or(0, |&(_, bytes)| bytes);
             if scratch(&plan).any(|(name, bytes)| bytes > room(name)) {
                 return Ok(None);

@@ -10,17 +10,16 @@ use std::process::{Command, Stdio};
 
 use common::cpu::shim;
 use common::signature::signatures;
-use common::text::{Way, whole, without_attributes};
-use lily_metal::plan::KvType;
+use common::text::{HEADERS, Way, standard, whole, without_attributes};
+use lily_metal::plan::{Features, KvType};
 use lily_metal::source;
 use lily_model::config::Config;
 use lily_model::presets::CONFIG_35B_A3B;
 
-/// Metal 3 is C++14. Narrowing and changes of sign must be written out, and nothing may be computed in f64.
-const FLAGS: [&str; 13] = [
+/// Narrowing and changes of sign must be written out, and nothing may be computed in f64.
+const FLAGS: [&str; 12] = [
     "-x",
     "c++",
-    "-std=c++14",
     "-fsyntax-only",
     "-nostdinc",
     "-DSHIM_CHECK",
@@ -52,6 +51,7 @@ fn check(clang: &str, source: &str) -> Result<(), String> {
     language(source)?;
     let text = whole(source, &signatures(source)?, Way::Check);
     let mut child = Command::new(clang)
+        .arg(format!("-std={}", standard(source, Way::Check)))
         .args(FLAGS)
         .arg("-I")
         .arg(shim())
@@ -75,8 +75,18 @@ fn language(source: &str) -> Result<(), String> {
     let code = without_attributes(&lines.clone().collect::<Vec<_>>().join("\n"));
     let refuse =
         |at: usize, what: &str| Err(format!("line {}: {what}", code[..at].matches('\n').count() + 1));
-    if let Some(line) = lines.clone().find(|l| l.starts_with("#include") && *l != "#include <metal_stdlib>") {
-        return Err(format!("{line}: expected no other header than metal_stdlib"));
+    let known = |line: &str| HEADERS.iter().any(|(include, _)| *include == line);
+    if let Some(line) = lines.clone().find(|l| l.starts_with("#include") && !known(l)) {
+        return Err(format!("{line}: expected no other header than those of Metal that the tests have"));
+    }
+    // Of a type that only the header can name; an address space must not hide in one.
+    let unnamed = ["_cooperative_tensor<", ".get_multidimensional_index("];
+    for (at, _) in code.match_indices("auto ") {
+        let statement = code[at..].split(';').next().unwrap_or_default();
+        let starts_word = !code[..at].ends_with(is_word);
+        if starts_word && !unnamed.iter().any(|call| statement.contains(call)) {
+            return refuse(at, "auto for something that has a name");
+        }
     }
     if source.contains("[[function_constant(") {
         return Err("a function constant, which the plan doesn't set".to_owned());
@@ -138,12 +148,16 @@ fn program_scope(code: &str) -> Option<usize> {
 #[test]
 fn the_kernels_are_metal() {
     let Some(clang) = clang() else { return };
-    let nano = common::model::folder("tests/data/nano/mlx-4bit/config.json");
-    for config in [std::fs::read(nano).unwrap(), CONFIG_35B_A3B.into()] {
+    let nano = |form: &str| {
+        let file = format!("tests/data/nano/{form}/config.json");
+        std::fs::read(common::model::folder(&file)).unwrap()
+    };
+    for config in [nano("mlx-4bit"), nano("hf"), CONFIG_35B_A3B.into()] {
         let config = Config::from_json(&config).unwrap();
-        for kv in [KvType::Bf16, KvType::F32] {
-            let source = source::source(&config, kv);
-            check(&clang, &source).unwrap_or_else(|e| panic!("{kv:?}: {e}"));
+        for (kv, tensor) in [KvType::Bf16, KvType::F32].into_iter().flat_map(|kv| [(kv, false), (kv, true)]) {
+            let features = Features { kv, tensor };
+            let source = source::source(&config, features);
+            check(&clang, &source).unwrap_or_else(|e| panic!("{features:?}: {e}"));
         }
     }
 }
@@ -151,7 +165,7 @@ fn the_kernels_are_metal() {
 #[test]
 fn every_file_of_kernels_is_checked() {
     let config = Config::from_json(CONFIG_35B_A3B).unwrap();
-    let source = source::source(&config, KvType::Bf16);
+    let source = source::source(&config, Features { kv: KvType::Bf16, tensor: true });
     let folder = shim().join("../../kernels");
     let mut files = 0;
     for file in std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()) {
@@ -236,7 +250,7 @@ const WRONG: [(&str, &str, &str); 60] = [
     ("// BODY", "try { out[i] = 0.0f; } catch (...) {}", "poisoned"),
     ("// BODY", "out[i] = [](float a) { return a; }(x[i]);", "a lambda"),
     ("// BODY", "if constexpr (WIDTH == 64) { out[i] = 0.0f; }", "C++17"),
-    ("// BODY", "for (const auto m : mine) { out[i] += m; }", "poisoned"),
+    ("// BODY", "for (const auto m : mine) { out[i] += m; }", "auto for something that has a name"),
     ("// BODY", "out[i] = sizeof(long) == 8 ? 1.0f : 0.0f;", "poisoned"),
     ("// BODY", "uint n = i; float more[n];", "variable length array"),
     ("// TOP", "struct Base { virtual void f() {} };", "poisoned"),
@@ -276,6 +290,105 @@ fn what_is_not_metal_is_refused() {
     let mut survivors = Vec::new();
     for (place, wrong, why) in WRONG {
         let found = check(&clang, &with(place, wrong)).err().unwrap_or_else(|| "nothing".to_owned());
+        if !found.contains(why) {
+            survivors.push(format!("{wrong}: expected {why:?}, found {found}"));
+        }
+    }
+    assert!(survivors.is_empty(), "{}", survivors.join("\n"));
+}
+
+/// A right kernel with a product of tensors, with places where something wrong goes.
+const RIGHT_TENSORS: &str = "#include <metal_stdlib>
+#include <metal_tensor>
+#include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
+using namespace metal;
+typedef tensor<threadgroup half, dextents<int, 2>, tensor_inline> Tile;
+typedef tensor<device bfloat, dextents<int, 2>, tensor_inline> Block;
+template <int M, int N, int K>
+using Product = mpp::tensor_ops::matmul2d<
+    mpp::tensor_ops::matmul2d_descriptor(M, N, K, false, true, false, mpp::tensor_ops::matmul2d_descriptor::mode::multiply),
+    execution_simdgroups<2>>;
+template <class Sums> inline void clear_sums(thread Sums& sums) {
+#pragma clang loop unroll(full)
+    for (ushort i = 0; i < sums.get_capacity(); ++i) {
+        sums[i] = 0.0f;
+    }
+}
+// TOP
+[[max_total_threads_per_threadgroup(64)]]
+kernel void k(
+    const device bfloat* x [[buffer(0)]],
+    device float* out [[buffer(1)]],
+    threadgroup half* shared [[threadgroup(0)]]
+) {
+    Product<16, 32, 64> product;
+    Tile a(shared, dextents<int, 2>(64, 16), array<int, 2>{1, 64});
+    Tile b(shared, dextents<int, 2>(64, 32), array<int, 2>{1, 64});
+    Block block((device bfloat*)x, dextents<int, 2>(64, 16), array<int, 2>{1, 64});
+    auto sums = product.get_destination_cooperative_tensor<Tile, Tile, float>();
+    clear_sums(sums);
+    product.run(a, b, sums);
+    const auto place = sums.get_multidimensional_index(0);
+    out[uint(place[0])] = sums[0];
+    // BODY
+}
+";
+
+const WRONG_TENSORS: [(&str, &str, &str); 19] = [
+    ("// BODY", "Block c(x, dextents<int, 2>(64, 16), array<int, 2>{1, 64});", "no matching constructor"),
+    ("// BODY", "Tile c(out, dextents<int, 2>(64, 16), array<int, 2>{1, 64});", "no matching constructor"),
+    (
+        "// TOP",
+        "typedef tensor<const device bfloat, dextents<int, 2>, tensor_inline> T; inline T t(T x) { return x; }",
+        "no tensors of constants",
+    ),
+    (
+        "// TOP",
+        "typedef tensor<device bfloat, dextents<int, 3>, tensor_inline> T; inline T t(T x) { return x; }",
+        "undefined template",
+    ),
+    ("// BODY", "product.run(a, block, sums);", "no matching member function"),
+    ("// BODY", "product.run(a, b, out);", "no matching member function"),
+    ("// BODY", "Product<16, 32, 32> other; other.run(a, b, sums);", "no matching member function"),
+    (
+        "// BODY",
+        "auto others = product.get_destination_cooperative_tensor<Tile, Block, float>();",
+        "of one type",
+    ),
+    (
+        "// BODY",
+        "auto others = product.get_destination_cooperative_tensor<Tile, Tile, half>();",
+        "sums are float",
+    ),
+    (
+        "// BODY",
+        "typedef tensor<threadgroup float, dextents<int, 2>, tensor_inline> T; auto others = product.get_destination_cooperative_tensor<T, T, float>();",
+        "of half or bfloat",
+    ),
+    ("// BODY", "Product<8, 32, 64> other; other.run(a, b, sums);", "multiples of 16"),
+    ("// BODY", "Product<16, 24, 64> other; other.run(a, b, sums);", "multiples of 16"),
+    ("// BODY", "Product<16, 32, 8> other; other.run(a, b, sums);", "multiple of 16"),
+    ("// BODY", "out[0] = sums.get_mask(0) ? 1.0f : 0.0f;", "no member named 'get_mask'"),
+    (
+        "// BODY",
+        "auto copy = sums; // by get_destination_cooperative_tensor<",
+        "auto for something that has a name",
+    ),
+    ("// BODY", "auto factor = 2.0f; out[0] = factor;", "auto for something that has a name"),
+    ("// BODY", "out[0] = sums[0] * shared[0];", "invalid operands"),
+    ("// BODY", "shared[0] = half(1.0f); shared[1] = 1.0f;", "half"),
+    ("// TOP", "template <class T> concept Any = true;", "poisoned"),
+];
+
+#[test]
+fn tensors_that_are_not_metals_are_refused() {
+    let Some(clang) = clang() else { return };
+    check(&clang, RIGHT_TENSORS).unwrap();
+    let mut survivors = Vec::new();
+    for (place, wrong, why) in WRONG_TENSORS {
+        assert_eq!(RIGHT_TENSORS.matches(place).count(), 1, "{place}");
+        let found = check(&clang, &RIGHT_TENSORS.replace(place, wrong)).err();
+        let found = found.unwrap_or_else(|| "nothing".to_owned());
         if !found.contains(why) {
             survivors.push(format!("{wrong}: expected {why:?}, found {found}"));
         }

@@ -9,7 +9,7 @@ use common::model::{Model, edge_shapes, folder};
 use common::{Guard, ORDERS, Order};
 use lily_cpu::reference::State;
 use lily_cpu::tap::no_tap;
-use lily_metal::plan::{Contents, KvType, Want};
+use lily_metal::plan::{Contents, Features, KvType, Want};
 use lily_model::sample::argmax;
 
 fn max_difference(a: &[f32], b: &[f32]) -> f32 {
@@ -95,6 +95,16 @@ fn a_prompt_read_in_chunks_is_followed_by_the_same() {
     machine.order = Order::Random(2);
     let d = differ_from_goldens(&mut machine, 64, 37);
     assert!(d < 1e-4, "{d:e}");
+}
+
+/// Rounded to half on the way, so that logits differ by more; the text is the same.
+#[test]
+fn a_prompt_read_with_tensor_operations_is_followed_by_the_same() {
+    let nano = nano();
+    let mut machine = nano.machine(Features { kv: KvType::F32, tensor: true }, Guard::End);
+    machine.order = Order::Random(4);
+    let d = differ_from_goldens(&mut machine, 64, 37);
+    assert!(d < 1e-2, "{d:e}");
 }
 
 #[test]
@@ -194,6 +204,23 @@ fn the_demonstration_model_says_what_the_reference_says() {
         // With the cache in bf16, as it is used: other logits, the same text.
         let (_, tokens) = greedy(&mut model.machine(KvType::Bf16, Guard::End), &prompt, chunk, 8);
         assert_eq!(tokens, expected_tokens);
+    }
+}
+
+#[test]
+#[ignore = "a minute: the demonstration model"]
+fn the_demonstration_model_says_the_same_with_tensor_operations() {
+    let model = Model::load(&folder("models/demo"));
+    // Of 40 tokens, the fifth that is written chooses another expert with a cache in bf16, and is off by 0.4; those behind it aren't.
+    let prompt: Vec<u32> = (1..=44).collect();
+    let (expected, expected_tokens) = reference_greedy(&model, &prompt, 8);
+    for (kv, most) in [(KvType::F32, 1e-2), (KvType::Bf16, 2e-2)] {
+        let mut machine = model.machine(Features { kv, tensor: true }, Guard::End);
+        let (got, tokens) = greedy(&mut machine, &prompt, 44, 8);
+        assert_eq!(tokens, expected_tokens);
+        let d = got.iter().zip(&expected).map(|(a, b)| max_difference(a, b)).fold(0.0, f32::max);
+        println!("{kv:?}: max difference {d:.1e}");
+        assert!(d < most, "{kv:?}: {d:e}");
     }
 }
 

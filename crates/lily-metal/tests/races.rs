@@ -52,6 +52,9 @@ fn what_barriers_part_is_no_race() {
         launch("parted", 4, &mut out, order).unwrap();
         let expected: Vec<u8> = (0..256).map(|at| ((at % 64 + 1) % 64 + 33) as u8 % 64 + 3).collect();
         assert_eq!(out.bytes(), expected);
+        launch("added", 1, &mut out, order).unwrap();
+        let sums: Vec<u32> = (0..64).map(|at| if at < 4 { 16 * at + 480 } else { 0 }).collect();
+        assert_eq!(out.words(), sums);
         // Nor are launches one.
         launch("groups_write", 1, &mut out, order).unwrap();
         launch("groups_write", 1, &mut out, order).unwrap();
@@ -85,6 +88,13 @@ fn threads_that_meet_in_threadgroup_memory_are_found() {
     races("next_round", 1, memory, [put, "reads it in line 91, `sum += shared[63 - i];`"], THREADS);
     races("lanes", 1, memory, ["`shared[i] = float(i);`", "`out[i] = shared[i ^ 1] + sum;`"], THREADS);
     races("same_value", 1, memory, ["`shared[0] = 1.0f;`", "writes"], THREADS);
+    races(
+        "loaded_early",
+        1,
+        memory,
+        ["adds to it in line", "`out[i] = atomic_load_explicit(sums, "],
+        THREADS,
+    );
     let lines = ["`simdgroup_store(a, shared, 8);`", "`simdgroup_load(a, shared, 8);`"];
     races("matrices", 1, memory, lines, THREADS);
 }

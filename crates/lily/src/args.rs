@@ -38,6 +38,10 @@ pub struct Global {
     /// that can't bear it
     #[arg(long, global = true)]
     pub metal_no_residency: bool,
+    /// On the GPU of an M5 or later: do without the tensor operations of Metal 4. Prompts are then read more slowly, and not rounded
+    /// to 16 bits
+    #[arg(long, global = true)]
+    pub metal_no_tensor: bool,
     /// On a Mac's GPU: copy weights that lie at odd places in their files to memory at every start, instead of keeping an
     /// aligned copy beside the files
     #[arg(long, global = true)]
@@ -131,6 +135,9 @@ pub struct Doctor {
     /// Write the Metal kernels for the model to a file, so that another compiler can look at them
     #[arg(long, value_name = "FILE")]
     pub metal_source: Option<PathBuf>,
+    /// With --metal-source: the kernels that an M5 or later gets, in version 4.0 of the language instead of 3.1
+    #[arg(long, requires = "metal_source")]
+    pub metal_tensor: bool,
 }
 
 #[derive(Debug, clap::Args)]
@@ -290,6 +297,9 @@ pub struct Inspect {
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
+    /// With --device metal: the kernels that an M5 or later gets, whatever is here
+    #[arg(long, conflicts_with = "metal_no_tensor")]
+    pub metal_tensor: bool,
     #[command(flatten)]
     pub context: Context,
 }

@@ -89,6 +89,7 @@ pub mod metal {
             max_batch_tokens: size.batch_tokens,
             kv: KvType::Bf16,
             residency: !global.metal_no_residency,
+            tensor: !global.metal_no_tensor,
             aligned_copies: !global.metal_no_aligned_copies,
         };
         Ok(MetalBackend::new(device()?, config.clone(), weights, &options)?)

@@ -8,7 +8,7 @@ use std::thread::available_parallelism;
 use anyhow::{Context as _, Result, bail};
 use lily_cpu::Isa;
 use lily_cuda::driver::{Context, DriverError};
-use lily_metal::KvType;
+use lily_metal::plan::{Features, KvType};
 use lily_metal::selftest::Report;
 
 use crate::args::{Doctor, Global};
@@ -17,25 +17,28 @@ use crate::source::Source;
 /// Runs the command.
 pub fn doctor(args: &Doctor, global: &Global) -> Result<()> {
     if let Some(file) = &args.metal_source {
-        let text = lily_metal::source::source(&Source::new(global)?.config()?, KvType::Bf16);
+        let features = Features { kv: KvType::Bf16, tensor: args.metal_tensor };
+        let text = lily_metal::source::source(&Source::new(global)?.config()?, features);
         return fs::write(file, text).with_context(|| file.display().to_string());
     }
     // First, since it may be refused.
-    let report = if args.metal_selftest { Some(metal::selftest(global)?) } else { None };
+    let reports = if args.metal_selftest { metal::selftest(global)? } else { Vec::new() };
     let mut out = io::stdout().lock();
     writeln!(out, "lily {} for {OS} on {ARCH}", env!("CARGO_PKG_VERSION"))?;
     let threads = available_parallelism().map_or(1, usize::from);
     writeln!(out, "cpu: {}, {threads} threads", Isa::detect().name())?;
     write_cuda(&mut out)?;
     metal::write(&mut out)?;
-    let Some(report) = report else { return Ok(()) };
-    writeln!(out, "\n{report}")?;
-    if !report.passed() {
-        bail!(
-            "the Metal kernels do not compute what they should on this machine: please report it with all of the above, and use --device cpu until then"
-        );
-    }
-    Ok(writeln!(out, "\nall kernels passed")?)
+    reports.iter().try_for_each(|report| writeln!(out, "\n{report}"))?;
+    let Some(failed) = reports.iter().find(|report| !report.passed()) else {
+        let passed = if reports.is_empty() { "" } else { "\nall kernels passed\n" };
+        return Ok(write!(out, "{passed}")?);
+    };
+    // The others passed, or were looked at first.
+    let instead = if failed.features.tensor { "--metal-no-tensor" } else { "--device cpu" };
+    bail!(
+        "the Metal kernels do not compute what they should on this machine: please report it with all of the above, and use {instead} until then"
+    )
 }
 
 /// Every NVIDIA GPU, or why there is none.
@@ -80,12 +83,17 @@ mod metal {
         }
     }
 
-    /// Runs every kernel against the CPU.
-    pub fn selftest(global: &Global) -> Result<Report> {
+    /// Runs every kernel against the CPU: those that every GPU runs, then those that this one gets beside them.
+    pub fn selftest(global: &Global) -> Result<Vec<Report>> {
         let source = Source::new(global)?;
         let config = source.config()?;
         let weights = load_weights(&source.files, &config)?;
-        Ok(selftest::run(&mut device()?, &config, &weights, KvType::Bf16)?)
+        let paths: &[bool] = if device()?.info().tensor { &[false, true] } else { &[false] };
+        let run = |&tensor: &bool| {
+            let features = Features { kv: KvType::Bf16, tensor };
+            Ok(selftest::run(&mut device()?, &config, &weights, features)?)
+        };
+        paths.iter().map(run).collect()
     }
 }
 
@@ -98,7 +106,7 @@ mod metal {
         writeln!(out, "metal: only on Macs")
     }
 
-    pub fn selftest(_: &Global) -> Result<Report> {
+    pub fn selftest(_: &Global) -> Result<Vec<Report>> {
         bail!(UsageError(
             "--metal-selftest is for Macs: this program was built for another system".to_owned()
         ));

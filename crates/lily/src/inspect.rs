@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use anyhow::Result;
 use lily_cuda::device::{Launch, decode_launches, stages, traffic};
 use lily_cuda::driver::{Context, DriverError};
-use lily_metal::plan::{KvType, Plan};
+use lily_metal::plan::{Features, KvType, Plan, Segment, Want};
 use lily_metal::state::Layout;
 use lily_model::config::{Config, LayerKind};
 use lily_model::footprint::Footprint;
@@ -17,6 +17,11 @@ use serde_json::{Value, json};
 use crate::args::{DeviceChoice, Global, Inspect};
 use crate::session::context;
 use crate::source::Source;
+
+/// Tokens of a chunk of a prompt that is shown.
+const PROMPT_TOKENS: usize = 512;
+/// An Apple GPU, and the bytes a second that its makers promise.
+const M5_MAX: (&str, f64) = ("M5 Max", 614e9);
 
 /// Everything that is shown.
 #[derive(Serialize)]
@@ -31,6 +36,21 @@ struct Report {
     /// With `--device cuda` or `--device metal`.
     #[serde(flatten)]
     step: Option<Step>,
+    /// With `--device metal`.
+    prompt_step: Option<PromptStep>,
+}
+
+/// What a Mac's GPU does to read a chunk of a prompt.
+#[derive(Serialize)]
+struct PromptStep {
+    tokens: usize,
+    /// What multiplies matrices of many rows.
+    matrices: &'static str,
+    kernels: usize,
+    stages: u32,
+    /// Weights and state, at the start of a sequence, if every token chooses other experts.
+    bytes: u64,
+    launches: Vec<Launched>,
 }
 
 /// What a GPU does to decode a token, by the code that does it.
@@ -120,6 +140,8 @@ pub fn inspect(args: &Inspect, global: &Global) -> Result<()> {
             let plan = lily_metal::plan(&config, length, KvType::Bf16)?;
             report.state.push(metal_state(&plan, length, report.context, &report.weights));
             report.step = Some(metal_step(&plan, report.context));
+            let tensor = !global.metal_no_tensor && (args.metal_tensor || metal_has_tensors());
+            report.prompt_step = Some(prompt_step(&config, length, tensor)?);
         }
     }
     let mut out = io::stdout().lock();
@@ -151,7 +173,7 @@ fn report(model: String, config: &Config, context: u32) -> Report {
     };
     let state = vec![cpu("cpu: bf16 K/V", false), cpu("cpu, --cpu-exact: f32 K/V", true)];
     let (shapes, parameters) = (shapes(config), footprint.parameters());
-    Report { model, shapes, parameters, weights, context, state, step: None }
+    Report { model, shapes, parameters, weights, context, state, step: None, prompt_step: None }
 }
 
 /// State of a sequence on a GPU.
@@ -205,9 +227,8 @@ fn metal_state(plan: &Plan, length: usize, context: u32, weights: &Weights) -> S
     state("metal: bf16 K/V", fixed, plan.state_bytes(), kv, at_context, context, weights)
 }
 
-/// The decode step on an Apple GPU, as planned.
-fn metal_step(plan: &Plan, context: u32) -> Step {
-    let launched = |l: &lily_metal::plan::Launch| Launched {
+fn metal_launched(l: &lily_metal::plan::Launch) -> Launched {
+    Launched {
         stage: l.stage as u32,
         stages: 1,
         kernel: l.kernel,
@@ -216,19 +237,39 @@ fn metal_step(plan: &Plan, context: u32) -> Step {
         shared_bytes: l.threadgroup_memory.iter().sum::<usize>() as u32,
         bytes: l.bytes(),
         bytes_per_position: l.bytes_per_position(),
-    };
+    }
+}
+
+/// A chunk of a prompt on an Apple GPU, at the start of a sequence.
+fn prompt_step(config: &Config, length: usize, tensor: bool) -> Result<PromptStep> {
+    let features = Features { kv: KvType::Bf16, tensor };
+    let tokens = PROMPT_TOKENS.min(length);
+    let segment = Segment { tokens, capacity: length, want: Want::Last };
+    let plan = lily_metal::plan_step(config, features, &[segment])?;
+    Ok(PromptStep {
+        tokens,
+        matrices: features.path(),
+        kernels: plan.launches.len(),
+        stages: plan.stages() as u32,
+        bytes: plan.bytes(),
+        launches: plan.launches.iter().map(metal_launched).collect(),
+    })
+}
+
+/// The decode step on an Apple GPU, as planned.
+fn metal_step(plan: &Plan, context: u32) -> Step {
     let here = metal_gpu();
     let gpu_is_here = here.is_some();
     Step {
         gpu: here.unwrap_or_else(|| "Apple, M1 or later".to_owned()),
         gpu_is_here,
         remark: if gpu_is_here { "" } else { ", though none is here" },
-        bandwidth: ("M5 Max", 614e9),
+        bandwidth: M5_MAX,
         kernels_per_token: plan.launches.len(),
         stages_per_token: plan.stages() as u32,
         bytes_per_token: plan.bytes(),
         bytes_per_token_at_context: plan.bytes() + plan.bytes_per_position() * u64::from(context),
-        launches: plan.launches.iter().map(launched).collect(),
+        launches: plan.launches.iter().map(metal_launched).collect(),
     }
 }
 
@@ -240,6 +281,15 @@ fn metal_gpu() -> Option<String> {
         .map(|device| lily_metal::device::Device::info(&device).name.clone());
     #[cfg(not(target_vendor = "apple"))]
     None
+}
+
+/// Whether the GPU of this Mac has units for tensor operations.
+fn metal_has_tensors() -> bool {
+    #[cfg(target_vendor = "apple")]
+    return crate::device::metal::device()
+        .is_ok_and(|device| lily_metal::device::Device::info(&device).tensor);
+    #[cfg(not(target_vendor = "apple"))]
+    false
 }
 
 /// `moved`: what of the fixed state a token reads and writes.
@@ -337,7 +387,22 @@ fn write_text(out: &mut impl Write, report: &Report) -> io::Result<()> {
             writeln!(out, "  {what:<44}{:>18} bytes", grouped(bytes))?;
         }
     }
-    report.step.as_ref().map_or(Ok(()), |step| write_step(out, step, report.context))
+    report.step.as_ref().map_or(Ok(()), |step| write_step(out, step, report.context))?;
+    report.prompt_step.as_ref().map_or(Ok(()), |step| write_prompt_step(out, step))
+}
+
+fn write_prompt_step(out: &mut impl Write, step: &PromptStep) -> io::Result<()> {
+    let PromptStep { tokens, matrices, kernels, stages, bytes, launches } = step;
+    writeln!(out, "\nreading {tokens} tokens of a prompt; matrices of many rows by {matrices}")?;
+    let lines = [
+        ("kernels", *kernels as u64),
+        ("stages that wait for each other", (*stages).into()),
+        ("bytes moved, at the start", *bytes),
+    ];
+    for (what, n) in lines {
+        writeln!(out, "  {what:<44}{:>18}", grouped(n))?;
+    }
+    write_kernels(out, launches, M5_MAX)
 }
 
 fn write_step(out: &mut impl Write, step: &Step, context: u32) -> io::Result<()> {
@@ -352,7 +417,7 @@ fn write_step(out: &mut impl Write, step: &Step, context: u32) -> io::Result<()>
     for (what, n) in lines {
         writeln!(out, "  {what:<44}{:>18}", grouped(n))?;
     }
-    write_kernels(out, step)?;
+    write_kernels(out, &step.launches, step.bandwidth)?;
     let columns = ("stage", "kernel", "blocks", "threads", "shared", "bytes", "a position");
     let (stage, kernel, blocks, threads, shared, bytes, position) = columns;
     writeln!(
@@ -377,9 +442,13 @@ fn write_step(out: &mut impl Write, step: &Step, context: u32) -> io::Result<()>
 }
 
 /// What each kernel moves, all its launches together, at the start of a sequence.
-fn write_kernels(out: &mut impl Write, step: &Step) -> io::Result<()> {
+fn write_kernels(
+    out: &mut impl Write,
+    launches: &[Launched],
+    (gpu, bandwidth): (&str, f64),
+) -> io::Result<()> {
     let mut kernels: Vec<(&str, u32, u32, u64)> = Vec::new();
-    for l in &step.launches {
+    for l in launches {
         match kernels.iter_mut().find(|k| k.0 == l.kernel) {
             Some((_, count, shared, bytes)) => {
                 *count += 1;
@@ -389,7 +458,6 @@ fn write_kernels(out: &mut impl Write, step: &Step) -> io::Result<()> {
             None => kernels.push((l.kernel, 1, l.shared_bytes, l.bytes)),
         }
     }
-    let (gpu, bandwidth) = step.bandwidth;
     let floor = format!("us at {:.0} GB/s ({gpu})", bandwidth / 1e9);
     writeln!(out, "\n  {:<20}{:>9}{:>9}{:>16}{floor:>26}", "kernel", "launches", "shared", "bytes")?;
     for (kernel, count, shared, bytes) in kernels {

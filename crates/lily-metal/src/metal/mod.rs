@@ -22,6 +22,7 @@ use objc2_metal::{
 };
 
 use crate::device::{BufferId, Device, DeviceError, Encoder, Info, KernelId, Pipeline, Place, Submission};
+use crate::source::Language;
 use encoder::MetalEncoder;
 use pipelines::Kernel;
 
@@ -131,6 +132,9 @@ fn info(device: &ProtocolObject<dyn MTLDevice>) -> Info {
         max_buffer: device.maxBufferLength(),
         // SAFETY: it reads a setting of the system.
         page: usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(16 * 1024),
+        // Family 10 is the M5's, the first with such units.
+        tensor: objc2::available!(macos = 26.0)
+            && [MTLGPUFamily::Apple10, MTLGPUFamily::Metal4].into_iter().all(|f| device.supportsFamily(f)),
         details: vec![
             ("system", system),
             ("families", supported.join(" ")),
@@ -149,9 +153,15 @@ impl Device for MetalDevice {
         &self.info
     }
 
-    fn compile(&mut self, source: &str, kernels: &[&'static str]) -> Result<(), DeviceError> {
+    fn compile(
+        &mut self,
+        source: &str,
+        language: Language,
+        kernels: &[&'static str],
+    ) -> Result<(), DeviceError> {
         let (device, info, cache) = (&self.device, &self.info, self.cache.as_deref());
-        self.kernels = autoreleasepool(|_| pipelines::compile(device, info, cache, source, kernels))?;
+        self.kernels =
+            autoreleasepool(|_| pipelines::compile(device, info, cache, source, language, kernels))?;
         Ok(())
     }
 

@@ -12,6 +12,7 @@ use objc2_metal::{
 
 use super::{Object, words};
 use crate::device::{DeviceError, Info, Pipeline};
+use crate::source::Language;
 
 /// A compiled kernel.
 pub struct Kernel {
@@ -98,10 +99,14 @@ pub fn compile(
     info: &Info,
     cache: Option<&Path>,
     source: &str,
+    language: Language,
     kernels: &[&'static str],
 ) -> Result<Vec<Kernel>, DeviceError> {
     let options = MTLCompileOptions::new();
-    options.setLanguageVersion(MTLLanguageVersion::Version3_1);
+    options.setLanguageVersion(match language {
+        Language::V3_1 => MTLLanguageVersion::Version3_1,
+        Language::V4_0 => MTLLanguageVersion::Version4_0,
+    });
     // The kernels use infinities and tell NaN apart.
     if objc2::available!(macos = 15.0) {
         options.setMathMode(MTLMathMode::Safe);

@@ -12,29 +12,41 @@ fn config() -> Config {
 }
 
 fn step(segments: &[(usize, Want)]) -> Plan {
+    step_of(KvType::Bf16, segments)
+}
+
+fn step_of(features: impl Into<Features>, segments: &[(usize, Want)]) -> Plan {
     let segment = |&(tokens, want)| Segment { tokens, capacity: 4096, want };
     let segments: Vec<Segment> = segments.iter().map(segment).collect();
-    plan_step(&config(), KvType::Bf16, &segments).unwrap()
+    plan_step(&config(), features, &segments).unwrap()
 }
+
+/// With the tensor operations of Metal 4.
+const TENSOR: Features = Features { kv: KvType::Bf16, tensor: true };
 
 fn real() -> (Config, Plan) {
     (config(), plan(&config(), 4096, KvType::Bf16).unwrap())
 }
 
-/// Steps of every kind.
+/// Steps of every kind, with the kernels of every device and with tensor operations.
 fn plans() -> Vec<Plan> {
     let eight = [(1, Want::Last); 8];
-    let kinds: [&[(usize, Want)]; 6] = [
+    let kinds: [&[(usize, Want)]; 7] = [
         &[(1, Want::Last)],
         &[(512, Want::Nothing)],
+        &[(20, Want::All)],
         &[(8, Want::All)],
         &eight,
         &[(1, Want::Last), (300, Want::Nothing), (3, Want::All), (1, Want::Last)],
         &[(1, Want::Nothing)],
     ];
-    kinds.map(step).to_vec()
+    [Features::from(KvType::Bf16), TENSOR]
+        .into_iter()
+        .flat_map(|f| kinds.map(|kind| step_of(f, kind)))
+        .collect()
 }
 
+/// However its successor is drawn: no plan depends on that.
 #[test]
 fn a_token_of_the_real_model_takes_at_most_270_kernels_and_stages() {
     let (_, plan) = real();
@@ -66,6 +78,35 @@ fn sequences_do_not_wait_for_each_other() {
     let stages = |segments: &[(usize, Want)]| step(segments).stages();
     assert_eq!(stages(&[(1, Want::Last); 2]), stages(&[(1, Want::Last); 8]));
     assert_eq!(stages(&[(64, Want::Last)]), stages(&[(40, Want::Last), (16, Want::Last), (8, Want::Last)]));
+}
+
+/// Tensor operations take the place of other kernels, in the same stages; a token and a draft are as without them.
+#[test]
+fn tensor_operations_are_for_steps_of_many_tokens() {
+    let tensors = |plan: &Plan| {
+        let names = plan.launches.iter().map(|l| l.kernel).filter(|k| k.contains("_tensor"));
+        names.collect::<std::collections::BTreeSet<_>>().into_iter().collect::<Vec<_>>()
+    };
+    for (tokens, expected) in [
+        (1, &[][..]),
+        (8, &[]),
+        (9, &["attend_tensor", "down_tensor", "gate_up_tensor", "matmul_tensor_32"]),
+        (512, &["attend_tensor", "down_tensor", "gate_up_tensor", "matmul_tensor"]),
+    ] {
+        let segments = [(tokens, Want::All)];
+        let (with, without) = (step_of(TENSOR, &segments), step(&segments));
+        assert_eq!(tensors(&with), expected);
+        assert!(tensors(&without).is_empty());
+        assert_eq!((with.launches.len(), with.stages()), (without.launches.len(), without.stages()));
+        assert_eq!(
+            (with.bytes(), with.bytes_per_position()),
+            (without.bytes(), without.bytes_per_position())
+        );
+    }
+    // They take no keys of 32 bits.
+    let features = Features { kv: KvType::F32, tensor: true };
+    let kernels = tensors(&step_of(features, &[(512, Want::Nothing)]));
+    assert_eq!(kernels, ["down_tensor", "gate_up_tensor", "matmul_tensor"]);
 }
 
 #[test]
@@ -223,6 +264,21 @@ fn every_weight_is_used() {
     assert_eq!((matrices + vectors / 2) as u64, Footprint::new(&config).stored());
 }
 
+/// Of bf16 values or with quantised matrices: as many bytes as the file has, and the same launches.
+#[test]
+fn a_token_of_a_model_in_bf16_takes_the_same_launches() {
+    let config = Config { quantization: None, ..config() };
+    let plan = plan(&config, 4096, KvType::Bf16).unwrap();
+    let f = Footprint::new(&config);
+    let least = f.read_per_token() + 2 * 4 * (f.recurrent_values + f.conv_values);
+    let ratio = plan.bytes() as f64 / least as f64;
+    println!("{} bytes, {ratio:.4} times what must be", plan.bytes());
+    assert!((1.0..1.05).contains(&ratio), "{ratio}");
+    let kernels = |plan: &Plan| plan.launches.iter().map(|l| l.kernel).collect::<Vec<_>>();
+    assert_eq!(kernels(&plan), kernels(&real().1));
+    assert!(plan.buffers.iter().all(|b| !matches!(b.contents, Contents::Scales(_) | Contents::Biases(_))));
+}
+
 #[test]
 fn models_that_the_kernels_are_not_written_for_are_refused() {
     let refused = |change: fn(&mut Config)| {
@@ -234,8 +290,14 @@ fn models_that_the_kernels_are_not_written_for_are_refused() {
     assert!(e.contains("head_dim is 80, expected a multiple of 32, at most 256; use --device cpu"), "{e}");
     let e = refused(|c| c.attention.kv_heads = 3);
     assert!(e.contains("query heads per K/V head is 5, expected at most 4, or 8 or 16"), "{e}");
-    let e = refused(|c| c.quantization = None);
-    assert!(e.contains("is not quantised, expected "), "{e}");
+    let e = refused(|c| c.vocab_size = 600_000);
+    assert!(e.contains("vocab_size is 600000, expected a multiple of 4, at most 524288"), "{e}");
+    let e = refused(|c| {
+        if let Some(q) = &mut c.quantization {
+            q.overrides.insert("language_model.lm_head".to_owned(), None);
+        }
+    });
+    assert!(e.contains("lm_head is not quantised, expected 4 bits in groups of 64; use --device cpu"), "{e}");
     let e = refused(|c| {
         if let Some(q) = &mut c.quantization {
             q.overrides.clear();

@@ -2,13 +2,15 @@
 
 use std::collections::HashMap;
 
-use half::bf16;
+use half::{bf16, f16};
 use lily_cpu::math::{rms_norm, rotary, rotate, sigmoid};
 use lily_cpu::reference::matvec;
 use lily_model::config::Config;
 use lily_model::matrix::Matrix;
+use lily_model::sample::{SampleParams, argmax};
 use lily_model::weights::{Attention, Gdn, Layer, Mixer, Weights};
 
+use crate::draw::{self, Draw};
 use crate::plan::{Contents, KvType, State};
 
 mod experts;
@@ -25,6 +27,21 @@ fn normed(x: &[f32], gains: &[f32], eps: f32) -> Vec<f32> {
 
 fn add(x: &[f32], y: &[f32]) -> Vec<f32> {
     x.iter().zip(y).map(|(x, y)| x + y).collect()
+}
+
+/// W x; with `rounds` of numbers rounded to half, as tensor operations have it.
+fn product(w: &Matrix, x: &[f32], rounds: bool) -> Vec<f32> {
+    if !rounds {
+        return matvec(w, x);
+    }
+    let half = |x: &f32| f16::from_f32(*x).to_f32();
+    let x: Vec<f32> = x.iter().map(half).collect();
+    let mut row = vec![0.0; w.cols];
+    let dot = |r| {
+        w.read_row(r, &mut row);
+        row.iter().zip(&x).map(|(w, x)| half(w) * x).sum()
+    };
+    (0..w.rows).map(dot).collect()
 }
 
 /// What is checked, and the values it should have; of words, the bits.
@@ -132,6 +149,7 @@ impl Launched<'_> {
 
     /// What a kernel should make of the buffers; `None`: nobody has said, or they don't belong to it.
     pub fn of(&self, kernel: &str) -> Option<Expected> {
+        let rounds = kernel.contains("_tensor");
         Some(match kernel {
             "embed" => self.embed(),
             "project_gdn" => self.project_gdn()?,
@@ -143,18 +161,19 @@ impl Launched<'_> {
             "project_attention" => self.project_attention()?,
             "append" => self.append()?,
             "attend" => self.attend()?,
-            "attend_rows" => vec![scratch("parts", self.attended(self.scratch("q")))],
+            "attend_rows" | "attend_tensor" => vec![scratch("parts", self.attended(self.scratch("q")))],
             "combine" => self.combine(),
             "out_attention" => self.out(&self.attention()?.o_proj, self.scratch("attended")),
             "router" => self.router()?,
             "gate_up" => self.gate_up()?,
             "down" => self.down()?,
             "norm_rows" => self.norm_rows()?,
-            "matmul" | "matmul_16" | "matmul_q8" | "matmul_few" => self.matmul()?,
+            "matmul" | "matmul_16" | "matmul_router" | "matmul_few" | "matmul_tensor"
+            | "matmul_tensor_32" => self.matmul(rounds)?,
             "route" => self.route()?,
             "sort_pairs" => self.sort_pairs()?,
-            "gate_up_rows" => self.gate_up_rows()?,
-            "down_rows" => self.down_rows()?,
+            "gate_up_rows" | "gate_up_tensor" => self.gate_up_rows(rounds)?,
+            "down_rows" | "down_tensor" => self.down_rows(rounds)?,
             "sum_slots" => self.sum_slots(),
             "lm_head" => {
                 let (x, weights) = (self.scratch("x"), &self.weights);
@@ -200,7 +219,7 @@ impl Launched<'_> {
     }
 
     /// Of the buffers that may be one, the output is the one that isn't the input.
-    fn matmul(&self) -> Option<Expected> {
+    fn matmul(&self, rounds: bool) -> Option<Expected> {
         let &[rows, cols, outs, width, add] = self.numbers() else { return None };
         let [rows, cols, outs, width] = [rows, cols, outs, width].map(|n| n as usize);
         let matrix = self.matrix()?;
@@ -217,7 +236,7 @@ impl Launched<'_> {
             return None;
         }
         for (row, x) in self.before[input].chunks_exact(cols).enumerate() {
-            for (y, new) in y[row * width..].iter_mut().zip(matvec(matrix, x)) {
+            for (y, new) in y[row * width..].iter_mut().zip(product(matrix, x, rounds)) {
                 *y = if add == 1 { *y + new } else { new };
             }
         }
@@ -364,13 +383,19 @@ impl Launched<'_> {
         vec![scratch("attended", gated.collect())]
     }
 
+    /// The first logit of each group, if nothing changes them; what else a draw makes of them shows in its token.
     fn best(&self) -> Expected {
+        let Some(draw) = self.before.get(&Contents::Draw) else { return Vec::new() };
+        let plain = Draw::new(&SampleParams::greedy(), &[], false, self.config.vocab_size).words;
+        // Kind, changes and mask.
+        if [4, 11, 13].iter().any(|&word| draw[word].to_bits() != plain[word]) {
+            return Vec::new();
+        }
         let logits = self.before.get(&Contents::Logits).map_or(&[][..], Vec::as_slice);
-        let first = |(block, logits): (usize, &[f32])| {
-            let best = lily_model::sample::argmax(logits) as usize;
-            (logits[best], bits(block * 32 + best))
+        let first = |(group, logits): (usize, &[f32])| {
+            let best = argmax(logits) as usize;
+            [logits[best], 0.0, bits(group * draw::GROUP + best)]
         };
-        let (logits, tokens) = logits.chunks(32).enumerate().map(first).unzip();
-        vec![scratch("best_logits", logits), scratch("best_tokens", tokens)]
+        vec![scratch("best", logits.chunks(draw::GROUP).enumerate().flat_map(first).collect())]
     }
 }

@@ -4,6 +4,7 @@ use std::fmt;
 
 use super::{Outcome, TOLERANCE};
 use crate::device::Info;
+use crate::plan::Features;
 
 /// Faults of a kernel that are written out.
 const SHOWN: usize = 5;
@@ -13,6 +14,8 @@ const SHOWN: usize = 5;
 pub struct Report {
     /// The device.
     pub info: Info,
+    /// Which kernels they were.
+    pub features: Features,
     /// Whether the kernels compiled; else the compiler's words.
     pub compiled: Result<(), String>,
     /// How each kernel did.
@@ -37,6 +40,7 @@ impl fmt::Display for Report {
         for (name, value) in &self.info.details {
             writeln!(f, "  {name}: {value}")?;
         }
+        writeln!(f, "  matrices of many rows by: {}", self.features.path())?;
         if let Err(error) = &self.compiled {
             return writeln!(f, "\nthe kernels don't compile:\n{error}");
         }

@@ -11,7 +11,7 @@ use libloading::Library;
 use libloading::os::unix;
 
 use super::signature::{Parameter, Signature};
-use super::text::{Way, whole};
+use super::text::{HEADERS, Way, standard, whole};
 use super::{Bound, Guard, Memory, Order, Shape};
 
 #[repr(C)]
@@ -51,10 +51,12 @@ struct Race {
 #[repr(C)]
 #[derive(Default)]
 struct Access {
-    thread: u32,
+    epoch: u32,
     /// The address behind the access in the library's code.
     code: u32,
-    writes: bool,
+    thread: u16,
+    /// 0: a read; 1: an atomic addition; 2: a write.
+    kind: u8,
 }
 
 type Allocate = unsafe extern "C" fn(usize, bool) -> *mut c_void;
@@ -107,17 +109,18 @@ impl Cpu {
         static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
         let guard = ONE_AT_A_TIME.lock().unwrap_or_else(|broken| broken.into_inner());
         let text = whole(source, signatures, Way::Cpu);
+        let standard = format!("-std={}", standard(source, Way::Cpu));
         let mut hash = DefaultHasher::new();
-        for file in ["metal_stdlib", "entry.h", "races.h", "runtime.cpp"] {
+        for file in ["entry.h", "races.h", "runtime.cpp"] {
             std::fs::read(shim().join(file)).unwrap().hash(&mut hash);
         }
-        (&text, FLAGS, WATCHED).hash(&mut hash);
+        (&text, HEADERS, FLAGS, WATCHED, &standard).hash(&mut hash);
         let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("metal-{:016x}", hash.finish()));
         let path = folder.join("kernels.so");
         if !path.exists() {
             std::fs::create_dir_all(&folder).unwrap();
             std::fs::write(folder.join("lily.cpp"), text).unwrap();
-            build(&folder);
+            build(&folder, &standard);
         }
         // Never unloaded, since it handles faults from its first launch on.
         let flags = unix::RTLD_NOW | unix::RTLD_LOCAL | libc::RTLD_NODELETE;
@@ -201,7 +204,7 @@ impl Cpu {
         let Race { argument, in_threadgroup_memory, offset, first, second, .. } = race;
         let memory = if *in_threadgroup_memory { "threadgroup memory" } else { "buffer" };
         let access = |access: &Access| {
-            let does = if access.writes { "writes" } else { "reads" };
+            let does = ["reads", "adds to", "writes"][usize::from(access.kind)];
             format!("thread {} {does} it in {}", access.thread, self.line(access.code))
         };
         let order = match race.same_threadgroup {
@@ -211,7 +214,8 @@ impl Cpu {
         format!("on {memory} {argument}, byte {offset}: {}; {}; {order}", access(first), access(second))
     }
 
-    /// The line of the kernels' text that a call was made from, and those that called that one.
+    /// The line of the kernels' text that a call was made from, and those that called that one; if the call is none of the text's,
+    /// a header's file and line.
     fn line(&self, code: u32) -> String {
         let output = Command::new("addr2line")
             .args(["-i", "-s", "-e"])
@@ -224,8 +228,9 @@ impl Cpu {
         let frames = String::from_utf8_lossy(&output.stdout).into_owned();
         let number = |frame: &str| frame.strip_prefix("lily.metal:")?.split(' ').next()?.parse().ok();
         let numbers: Vec<usize> = frames.lines().filter_map(number).collect();
-        let text = numbers.first().and_then(|&n| self.source.lines().nth(n - 1)).unwrap_or_default().trim();
-        let numbers = numbers.iter().map(usize::to_string).collect::<Vec<_>>();
+        let Some(first) = numbers.first() else { return frames.trim().replace('\n', ", called from ") };
+        let text = self.source.lines().nth(first - 1).unwrap_or_default().trim();
+        let numbers: Vec<String> = numbers.iter().map(usize::to_string).collect();
         format!("line {}, `{text}`", numbers.join(", called from "))
     }
 }
@@ -241,7 +246,6 @@ fn written<'a>(signature: &'a Signature, bound: &'a [Bound]) -> impl Iterator<It
 
 /// Indices of private arrays, shifts and alignment are checked; a fault says so.
 const FLAGS: [&str; 11] = [
-    "-std=c++17",
     "-O2",
     "-fPIC",
     "-Wall",
@@ -249,6 +253,7 @@ const FLAGS: [&str; 11] = [
     "-Wno-attributes",
     // `#pragma unroll`.
     "-Wno-unknown-pragmas",
+    "-Wno-volatile",
     "-U_FORTIFY_SOURCE",
     "-ffp-contract=off",
     "-fsanitize=bounds-strict,alignment,shift,integer-divide-by-zero",
@@ -259,11 +264,12 @@ const FLAGS: [&str; 11] = [
 const WATCHED: [&str; 5] =
     ["-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0", "-fno-partial-inlining", "-g1", "-c"];
 
-fn build(folder: &Path) {
+fn build(folder: &Path, standard: &str) {
     let made = folder.join(format!("kernels-{}", std::process::id()));
     let (object, library) = (made.with_extension("o"), made.with_extension("so"));
     compile(
         Command::new(compiler())
+            .arg(standard)
             .args(FLAGS)
             .args(WATCHED)
             .arg(folder.join("lily.cpp"))
@@ -273,7 +279,8 @@ fn build(folder: &Path) {
     // Not linked with ThreadSanitizer's own runtime; everything that is called must be there.
     let runtime = shim().join("runtime.cpp");
     let link = ["-shared", "-Wl,-z,defs", "-o"];
-    compile(Command::new(compiler()).args(FLAGS).arg(runtime).arg(&object).args(link).arg(&library));
+    let sources = [runtime, object.clone()];
+    compile(Command::new(compiler()).arg(standard).args(FLAGS).args(sources).args(link).arg(&library));
     std::fs::remove_file(object).unwrap();
     std::fs::rename(library, folder.join("kernels.so")).unwrap();
 }

@@ -7,10 +7,15 @@ use std::sync::Mutex;
 use lily_metal::device::{
     Argument, BufferId, Device, DeviceError, Dispatch, Encoder, Info, KernelId, Pipeline, Place, Submission,
 };
+use lily_metal::source::Language;
 use lily_model::files::Bytes;
 
 use super::signature::signatures;
+use super::text::has_tensors;
 use super::{Bound, Guard, Kernels, Memory, Order, Shape, gpu};
+
+/// Makes another text of one.
+pub type Spoil = fn(String) -> Result<String, DeviceError>;
 
 pub struct ShimDevice {
     info: Info,
@@ -27,6 +32,8 @@ pub struct ShimDevice {
     pub most_threads: usize,
     /// Most submissions that were ever on the way at once.
     pub most_waiting: usize,
+    /// What it makes of a text with tensor operations before it compiles it.
+    pub spoil: Spoil,
 }
 
 struct Inner {
@@ -76,7 +83,7 @@ impl ShimDevice {
             }
         };
         let details = vec![("compiler", compiler)];
-        let info = Info { name, memory, max_buffer: memory as usize, page: 4096, details };
+        let info = Info { name, memory, max_buffer: memory as usize, page: 4096, tensor: false, details };
         let (buffers, mapped) = (Vec::new(), HashSet::new());
         let inner = Inner { buffers, mapped, queue: VecDeque::new(), done: HashMap::new() };
         Self {
@@ -89,7 +96,15 @@ impl ShimDevice {
             failing: 0,
             most_threads: 1024,
             most_waiting: 0,
+            spoil: Ok,
         }
+    }
+
+    /// The same, with units for tensor operations.
+    pub fn with_tensors(memory: u64) -> Self {
+        let mut device = Self::new(memory);
+        device.info.tensor = true;
+        device
     }
 
     /// Bytes of mapped files.
@@ -174,7 +189,19 @@ impl Device for ShimDevice {
         &self.info
     }
 
-    fn compile(&mut self, source: &str, kernels: &[&'static str]) -> Result<(), DeviceError> {
+    fn compile(
+        &mut self,
+        source: &str,
+        language: Language,
+        kernels: &[&'static str],
+    ) -> Result<(), DeviceError> {
+        let mut source = source.to_owned();
+        match (has_tensors(&source), language) {
+            (true, Language::V4_0) => source = (self.spoil)(source)?,
+            (false, Language::V3_1) => {}
+            _ => return Err(DeviceError::Compile(format!("a text of another version than {language:?}"))),
+        }
+        let source = &source;
         let signatures = signatures(source).map_err(DeviceError::Compile)?;
         if let Some(name) = kernels.iter().find(|name| signatures.iter().all(|s| s.name != **name)) {
             return Err(DeviceError::Missing { what: format!("kernel {name}"), why: String::new() });

@@ -10,7 +10,7 @@ use lily_cuda::driver::{Args, Buffer, Context, DriverError, Function, Module, Sh
 use lily_cuda::kernels::architecture;
 
 use super::signature::{Parameter, Signature};
-use super::text::{Way, whole};
+use super::text::{Way, standard, whole};
 use super::{Bound, Memory};
 
 /// Whether tests run on a GPU: where `LILY_TEST_DEVICE` is `cuda`.
@@ -22,15 +22,14 @@ pub fn wanted() -> bool {
 pub fn code(compiler: Option<&Compiler>, source: &str, signatures: &[Signature], arch: &str) -> Vec<u8> {
     let cache = std::env::var_os("LILY_CUDA_CACHE").map(PathBuf::from);
     let text = whole(source, signatures, Way::Cuda);
-    cubin(compiler, cache.as_deref(), "metal.cu", &text, &options(arch)).unwrap()
+    cubin(compiler, cache.as_deref(), "metal.cu", &text, &options(source, arch)).unwrap()
 }
 
 /// Options of NVRTC. Lines are kept, for the sanitizers' reports.
-pub fn options(arch: &str) -> Vec<String> {
-    let architecture = format!("--gpu-architecture={arch}");
-    let fixed =
-        ["--std=c++14", "--device-as-default-execution-space", "--generate-line-info", "--ptxas-options=-v"];
-    [architecture].into_iter().chain(fixed.map(str::to_owned)).collect()
+pub fn options(source: &str, arch: &str) -> Vec<String> {
+    let own = [format!("--gpu-architecture={arch}"), format!("--std={}", standard(source, Way::Cuda))];
+    let fixed = ["--device-as-default-execution-space", "--generate-line-info", "--ptxas-options=-v"];
+    own.into_iter().chain(fixed.map(str::to_owned)).collect()
 }
 
 /// The first device, for the calling thread.

@@ -2,7 +2,10 @@
 
 use std::collections::HashMap;
 
-use lily_metal::plan::{Binding, Buffer, Contents, KvType, Launch, Plan, Segment, State, Want};
+use lily_metal::plan::{Binding, Buffer, Contents, Features, Launch, Plan, Segment, State, Want};
+
+use lily_metal::draw::Draw;
+use lily_model::sample::SampleParams;
 
 use super::model::Model;
 use super::{Bound, Guard, Kernels, Memory, Order, Shape};
@@ -11,10 +14,10 @@ use super::{Bound, Guard, Kernels, Memory, Order, Shape};
 pub struct Machine<'m> {
     pub model: &'m Model,
     pub kernels: &'static Kernels,
-    pub kv: KvType,
+    pub features: Features,
     pub order: Order,
-    /// Whether a race is an error.
-    pub races: bool,
+    /// Draws that were checked.
+    pub draws: usize,
     guard: Guard,
     weights: HashMap<Contents, Memory>,
     sequences: Vec<Sequence>,
@@ -41,14 +44,14 @@ pub struct Step {
 pub struct Feed<'t>(pub usize, pub &'t [u32], pub Want);
 
 impl<'m> Machine<'m> {
-    pub fn new(model: &'m Model, kernels: &'static Kernels, kv: KvType, guard: Guard) -> Self {
+    pub fn new(model: &'m Model, kernels: &'static Kernels, features: Features, guard: Guard) -> Self {
         let (weights, steps) = (HashMap::new(), HashMap::new());
         Self {
             model,
             kernels,
-            kv,
+            features,
             order: Order::Forward,
-            races: true,
+            draws: 0,
             guard,
             weights,
             sequences: Vec::new(),
@@ -80,7 +83,7 @@ impl<'m> Machine<'m> {
             .map(|&(s, tokens, want)| Segment { tokens, capacity: self.sequences[s].capacity, want })
             .collect();
         let mut step = self.steps.remove(&segments).unwrap_or_else(|| {
-            let plan = lily_metal::plan_step(&self.model.config, self.kv, &segments).unwrap();
+            let plan = lily_metal::plan_step(&self.model.config, self.features, &segments).unwrap();
             Step { plan, segments, own: HashMap::new(), sequences: Vec::new() }
         });
         step.sequences = feeds.iter().map(|&(s, ..)| s).collect();
@@ -96,12 +99,16 @@ impl<'m> Machine<'m> {
         let new = || kernels.allocate(bytes, guard);
         let memory = home.entry(contents).or_insert_with_key(|contents| match contents {
             // State is all zeros at first; positions that weren't written must not be read.
-            Contents::Scratch(_) | Contents::Logits | Contents::State(_, State::Keys | State::Values) => {
-                new()
-            }
+            Contents::Scratch(_)
+            | Contents::Logits
+            | Contents::Changes
+            | Contents::Mask
+            | Contents::State(_, State::Keys | State::Values) => new(),
+            Contents::Draw => new().with(Draw::new(&SampleParams::greedy(), &[], false, 0).words),
             Contents::Token | Contents::Broken | Contents::State(..) => new().with(vec![0; bytes / 4]),
             Contents::Position => new().with([position]),
             Contents::Pages => new().with(0..),
+            Contents::Absent(_) => new().with([0]),
             Contents::Numbers(words) => new().with(words.iter().copied()),
             _ => {
                 let mut memory = new();
@@ -125,8 +132,13 @@ impl<'m> Machine<'m> {
             | Contents::Position
             | Contents::Pages
             | Contents::Broken
+            | Contents::Draw
+            | Contents::Changes
+            | Contents::Mask
             | Contents::State(..) => &mut self.sequences[step.sequences[*segment]].memory,
-            Contents::Numbers(_) | Contents::Scratch(_) | Contents::Logits => &mut step.own,
+            Contents::Absent(_) | Contents::Numbers(_) | Contents::Scratch(_) | Contents::Logits => {
+                &mut step.own
+            }
             _ => &mut self.weights,
         }
     }
@@ -161,7 +173,7 @@ impl<'m> Machine<'m> {
         let bound: Vec<Bound> = launch.bindings.iter().map(|b| b.offset).enumerate().collect();
         let &Launch { kernel, grid, threads, .. } = launch;
         let shape = Shape { kernel, grid, threads, memory: &launch.threadgroup_memory };
-        self.kernels.launch_watched(shape, &mut taken, &bound, self.order, self.races).unwrap();
+        self.kernels.launch(shape, &mut taken, &bound, self.order).unwrap();
         for (binding, memory) in launch.bindings.iter().zip(taken) {
             let contents = step.plan.buffers[binding.buffer].contents.clone();
             self.home(step, binding.buffer).insert(contents, memory);

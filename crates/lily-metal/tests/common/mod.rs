@@ -4,11 +4,14 @@
 
 pub mod cpu;
 pub mod device;
+pub mod draws;
 pub mod gpu;
 pub mod machine;
 pub mod model;
 pub mod signature;
 pub mod text;
+
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use lily_metal::plan::{LANES, THREADGROUP_MEMORY, THREADGROUP_MEMORY_ALIGNMENT};
 
@@ -20,6 +23,8 @@ use signature::Signature;
 pub struct Kernels {
     device: Device,
     pub signatures: Vec<Signature>,
+    /// Whether they are looked for.
+    races: AtomicBool,
 }
 
 /// A kernel by name and how large its launch is.
@@ -135,7 +140,7 @@ impl Kernels {
             true => Device::Gpu(Gpu::compile(source, &signatures)),
             false => Device::Cpu(Cpu::compile(source, &signatures)),
         };
-        Box::leak(Box::new(Self { device, signatures }))
+        Box::leak(Box::new(Self { device, signatures, races: AtomicBool::new(true) }))
     }
 
     pub fn allocate(&self, bytes: usize, guard: Guard) -> Memory {
@@ -149,26 +154,18 @@ impl Kernels {
         memory
     }
 
-    /// Runs a kernel, each of its buffers bound to a place in `memories`, which may be the same for several. On the CPU a race
-    /// is an error.
+    /// From now on a race shows only in what is computed; else it is an error, on the CPU.
+    pub fn ignore_races(&self) {
+        self.races.store(false, Ordering::Relaxed);
+    }
+
+    /// Runs a kernel, each of its buffers bound to a place in `memories`, which may be the same for several.
     pub fn launch(
         &self,
         shape: Shape,
         memories: &mut [Memory],
         bound: &[Bound],
         order: Order,
-    ) -> Result<(), String> {
-        self.launch_watched(shape, memories, bound, order, true)
-    }
-
-    /// As [`Self::launch`]; without `races`, one shows only in what is computed.
-    pub fn launch_watched(
-        &self,
-        shape: Shape,
-        memories: &mut [Memory],
-        bound: &[Bound],
-        order: Order,
-        races: bool,
     ) -> Result<(), String> {
         let kernel = shape.kernel;
         let signature = self.signatures.iter().find(|s| s.name == kernel);
@@ -178,7 +175,10 @@ impl Kernels {
             assert!(offset < memories[index].bytes, "{kernel}: bound behind the end");
         }
         match &self.device {
-            Device::Cpu(cpu) => cpu.launch(signature, shape, memories, bound, order, races),
+            Device::Cpu(cpu) => {
+                let races = self.races.load(Ordering::Relaxed);
+                cpu.launch(signature, shape, memories, bound, order, races)
+            }
             Device::Gpu(gpu) => gpu.launch(signature, shape, memories, bound),
         }
     }

@@ -13,9 +13,34 @@ pub enum Way {
     Cuda,
 }
 
-const INCLUDE: &str = "#include <metal_stdlib>";
-const HEADER: &str = include_str!("../shim/metal_stdlib");
+/// Headers that kernels may include, and what stands for them.
+pub const HEADERS: [(&str, &str); 3] = [
+    ("#include <metal_stdlib>", include_str!("../shim/metal_stdlib")),
+    ("#include <metal_tensor>", include_str!("../shim/metal_tensor")),
+    (
+        "#include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>",
+        include_str!("../shim/MetalPerformancePrimitives/MetalPerformancePrimitives.h"),
+    ),
+];
 const ENTRY: &str = include_str!("../shim/entry.h");
+
+/// Whether a text has tensor operations, which only Metal 4 knows.
+pub fn has_tensors(source: &str) -> bool {
+    source.contains(HEADERS[1].0)
+}
+
+/// The standard of C++ that a text is compiled by. Metal 3 is C++14, which clang holds it to; Metal 4 is C++17, and takes a structure
+/// as a template's argument, which is C++20.
+pub fn standard(source: &str, way: Way) -> &'static str {
+    match way {
+        _ if has_tensors(source) => "c++20",
+        Way::Cpu => "c++17",
+        Way::Check | Way::Cuda => "c++14",
+    }
+}
+
+/// How Metal, which is clang's C++, says that a loop is to be unrolled.
+const UNROLL: &str = "#pragma clang loop unroll(full)";
 
 /// A whole file of C++ or CUDA: the header, the kernels' text, and an entry point for each kernel, which passes it what its
 /// attributes ask for. Lines of errors are those of the text.
@@ -25,14 +50,19 @@ pub fn whole(source: &str, signatures: &[Signature], way: Way) -> String {
     let entries: String = signatures.iter().map(|s| entry(s, way)).collect();
     match way {
         Way::Cpu | Way::Check => {
-            format!(
-                "#include \"metal_stdlib\"\n#include \"entry.h\"\n#line 1 \"lily.metal\"\n{bare}\n{entries}"
-            )
+            // Before words are poisoned.
+            let headers =
+                HEADERS.iter().map(|(include, _)| *include).filter(|include| source.contains(include));
+            let headers = headers.collect::<Vec<_>>().join("\n");
+            format!("{headers}\n#include \"entry.h\"\n#line 1 \"lily.metal\"\n{bare}\n{entries}")
         }
         // NVRTC gets one text and no files.
         Way::Cuda => {
-            let header = [HEADER, ENTRY].concat().replace("#pragma once", "");
-            let bare = bare.replace(INCLUDE, "");
+            let included = HEADERS.iter().filter(|(include, _)| source.contains(include));
+            let texts = included.map(|(_, text)| *text).chain([ENTRY]);
+            let header = texts.collect::<String>().replace("#pragma once", "");
+            let bare = HEADERS.iter().fold(bare, |text, (include, _)| text.replace(include, ""));
+            let bare = bare.replace(UNROLL, "#pragma unroll");
             format!(
                 "namespace metal_text {{\n{header}\n#line 1 \"lily.metal\"\n{bare}\n}}  // namespace\n{entries}"
             )

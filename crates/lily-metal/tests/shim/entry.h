@@ -59,7 +59,11 @@ inline uint thread_index_in_simdgroup() { return lane(); }
 }  // namespace shim
 
 #ifdef SHIM_CHECK
-// Words of C++ that Metal lacks; and `auto` and `static`, which would hide an address space.
+// Words of C++ that Metal lacks; and `static`, which would hide an address space.
 #pragma GCC poison double long goto new delete try catch throw virtual typeid dynamic_cast thread_local register noexcept
-#pragma GCC poison std asm auto static
+#pragma GCC poison std asm static
+// Of C++20, which is only taken for the sake of the tensor operations' header.
+#if __cplusplus > 201703L
+#pragma GCC poison concept requires consteval constinit co_await co_yield co_return char8_t
+#endif
 #endif

@@ -3,18 +3,25 @@
 // byte that a launch may write they keep who wrote it last, and who read it.
 //
 // A barrier orders the threads of a threadgroup; nothing orders threadgroups of a launch. SIMD-group functions order nothing: Metal
-// promises no more of them than their value. So accesses are ordered if they are of one thread, or of one threadgroup with a
+// promises no more of them than a value. So accesses are ordered if they are of one thread, or of one threadgroup with a
 // barrier between them.
 #pragma once
 
-/// An access: in which epoch, by which thread of its threadgroup, and from where in the library's code.
+/// What an access does. Reads don't harm each other, nor do atomic additions; all else does, be it atomic: what comes of an addition
+/// beside a load or a store depends on the order.
+enum class Kind : unsigned char { read, add, write };
+
+/// An access: in which epoch, from where in the library's code, and by which thread of its threadgroup.
 struct Access {
-    uint epoch, thread, code;
+    uint epoch, code;
+    unsigned short thread;
+    Kind kind;
 };
 
-/// Of a byte. Two reads, so that whoever writes meets one of another thread, if there is one.
+/// Of a byte: the last write, and the last read or addition. Of these there are two, so that an access that harms them meets one
+/// of another thread, if there is one.
 struct Cell {
-    Access write, read, other_read;
+    Access write, last, other;
 };
 
 /// What a race is told with.
@@ -24,10 +31,7 @@ struct Race {
     bool in_threadgroup_memory, same_threadgroup;
     /// Bytes from where the argument begins.
     size_t offset;
-    struct {
-        uint thread, code;
-        bool writes;
-    } first, second;
+    Access first, second;
 };
 
 /// Memory that is watched in a launch.
@@ -58,32 +62,29 @@ struct Races {
     bool exhausted() const { return epoch > 0xff000000u; }
 
     /// Notes an access by a thread; false: it races.
-    bool note(uintptr_t at, size_t size, bool writes, uint thread, uint code) {
+    bool note(uintptr_t at, size_t size, Kind kind, uint thread, uint code) {
         const Watched* memory = find(at);
         if (!memory) return true;
         const uint since = memory->anew ? threadgroup : launch;
-        const Access now = {epoch, thread, code};
+        const Access now = {epoch, code, static_cast<unsigned short>(thread), kind};
         for (Cell* cell = memory->cells + (at - memory->first); size > 0 && at < memory->end; ++cell, ++at, --size) {
-            const Access* before = nullptr;
-            if (races(cell->write, now, since)) before = &cell->write;
-            if (writes && races(cell->read, now, since)) before = &cell->read;
-            if (writes && races(cell->other_read, now, since)) before = &cell->other_read;
-            if (before) {
+            for (const Access* before : {&cell->write, &cell->last, &cell->other}) {
+                if (ordered(*before, now, since) || (before->kind == kind && kind != Kind::write)) continue;
                 address = at;
                 race.in_threadgroup_memory = memory->anew;
                 race.same_threadgroup = before->epoch >= threadgroup;
-                race.first = {before->thread, before->code, before == &cell->write};
-                race.second = {thread, code, writes};
+                race.first = *before;
+                race.second = now;
                 return false;
             }
-            if (writes) {
+            if (kind == Kind::write) {
                 cell->write = now;
                 continue;
             }
-            // A read by another threadgroup is never ordered with what is to come, so it stays.
-            const bool stays = cell->other_read.epoch >= since && cell->other_read.epoch < threadgroup;
-            if (!stays && races(cell->read, now, since)) cell->other_read = cell->read;
-            cell->read = now;
+            // One by another threadgroup is never ordered with what is to come, so it stays.
+            const bool stays = cell->other.epoch >= since && cell->other.epoch < threadgroup;
+            if (!stays && !ordered(cell->last, now, since)) cell->other = cell->last;
+            cell->last = now;
         }
         return true;
     }
@@ -93,9 +94,10 @@ private:
         static std::atomic<uint> last{0};
         return ++last;
     }
-    bool races(const Access& before, const Access& now, uint since) const {
-        if (before.epoch < since) return false;
-        return before.epoch < threadgroup || (before.epoch == now.epoch && before.thread != now.thread);
+    /// Whether an access is of an earlier launch, or by the same thread, or a barrier parts them.
+    bool ordered(const Access& before, const Access& now, uint since) const {
+        if (before.epoch < since) return true;
+        return before.epoch >= threadgroup && (before.epoch < now.epoch || before.thread == now.thread);
     }
     const Watched* find(uintptr_t at) {
         if (latest < watched.size() && at - watched[latest].first < watched[latest].end - watched[latest].first)

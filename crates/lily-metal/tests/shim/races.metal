@@ -133,3 +133,32 @@ kernel void matrices(
         simdgroup_store(a, out, 8);
     }
 }
+
+/// Right: atomic additions are in nobody's way.
+[[max_total_threads_per_threadgroup(64)]]
+kernel void added(
+    device uint* out [[buffer(0)]],
+    threadgroup atomic_uint* sums [[threadgroup(0)]],
+    uint i [[thread_index_in_threadgroup]]
+) {
+    atomic_store_explicit(sums + i, 0, memory_order_relaxed);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    atomic_fetch_add_explicit(sums + i % 4, i, memory_order_relaxed);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    out[i] = atomic_load_explicit(sums + i, memory_order_relaxed);
+}
+
+/// What is loaded depends on who came before.
+[[max_total_threads_per_threadgroup(64)]]
+kernel void loaded_early(
+    device uint* out [[buffer(0)]],
+    threadgroup atomic_uint* sums [[threadgroup(0)]],
+    uint i [[thread_index_in_threadgroup]]
+) {
+    if (i == 0) {
+        atomic_store_explicit(sums, 0, memory_order_relaxed);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    atomic_fetch_add_explicit(sums, 1, memory_order_relaxed);
+    out[i] = atomic_load_explicit(sums, memory_order_relaxed);
+}

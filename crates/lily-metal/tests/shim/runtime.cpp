@@ -43,6 +43,8 @@ struct Fiber {
     bool started;
     State state;
     uint index;
+    /// Of the operations that it took part in, in order.
+    uint parts;
 };
 
 struct SimdGroup {
@@ -83,6 +85,15 @@ enum Reason { SUSPENDED = 1, FAILED = 2 };
 [[noreturn]] void fail(const char* problem) {
     machine.problem = problem;
     _longjmp(machine.scheduler, FAILED);
+}
+
+constexpr const char* PARTS = "not all threads of a scope take part in its operations, in the same order";
+
+/// Whether all threads took part in the same operations.
+bool same_parts() {
+    for (uint i = 1; i < machine.threads; ++i)
+        if (machine.fibers[i].parts != machine.fibers[0].parts) return false;
+    return true;
 }
 
 void suspend(State state) {
@@ -141,11 +152,11 @@ const uintptr_t library = [] {
 constexpr char RACE[] = "a race";
 
 /// An access of a kernel, told by the compiler.
-void access(void* address, size_t size, bool writes, void* code) {
+void access(const volatile void* address, size_t size, Kind kind, void* code) {
     if (!running) return;
     const uint offset = uint(reinterpret_cast<uintptr_t>(code) - library);
     const uintptr_t at = reinterpret_cast<uintptr_t>(address);
-    if (!machine.races.note(at, size, writes, machine.current->index, offset)) fail(RACE);
+    if (!machine.races.note(at, size, kind, machine.current->index, offset)) fail(RACE);
 }
 
 Machine::~Machine() {
@@ -217,7 +228,10 @@ bool resume(Fiber& fiber) {
 
 /// Runs one threadgroup.
 bool run_threadgroup(const std::vector<uint>& order) {
-    for (uint i = 0; i < machine.threads; ++i) machine.fibers[i].state = State::ready;
+    for (uint i = 0; i < machine.threads; ++i) {
+        machine.fibers[i].state = State::ready;
+        machine.fibers[i].parts = 0;
+    }
     for (uint i = 0; i < machine.threads / LANES; ++i) machine.simdgroups[i].arrived = 0;
     // NaN in every number that isn't written first.
     for (auto& m : machine.memory) memset(m.first, 0xff, m.second);
@@ -245,7 +259,8 @@ bool run_threadgroup(const std::vector<uint>& order) {
             return false;
         }
     }
-    return true;
+    if (!same_parts()) machine.problem = PARTS;
+    return !machine.problem;
 }
 
 uint next_random(uint& seed) {
@@ -271,12 +286,20 @@ uint lane() { return machine.current->index % LANES; }
 uint thread_index_in_threadgroup() { return machine.current->index; }
 uint simdgroup_index_in_threadgroup() { return machine.current->index / LANES; }
 Group threadgroup_position_in_grid() { return machine.group; }
+void refuse(const char* problem) { fail(problem); }
+
+void take_part(uint simdgroups, uint operation) {
+    // A scope is the whole threadgroup: no kernel needs another.
+    if (simdgroups * LANES != machine.threads) fail("an operation for another number of threads");
+    machine.current->parts = machine.current->parts * 31 + operation + 1;
+}
 
 Pointer buffer(uint index) { return {machine.buffers[index]}; }
 Pointer threadgroup_memory(uint index) { return {machine.memory[index].first}; }
 
 void barrier() {
     if (++machine.at_barrier < machine.threads) return suspend(State::at_barrier);
+    if (!same_parts()) fail(PARTS);
     machine.at_barrier = 0;
     machine.races.barrier();
     for (uint i = 0; i < machine.threads; ++i) machine.fibers[i].state = State::ready;
@@ -392,20 +415,26 @@ extern "C" int shim_launch(const Request* request, char* error, size_t error_siz
 }
 
 // What the compiler calls. There are no others: the library doesn't link if it needs one.
-#define ACCESS(name, size, writes) \
-    void __tsan_##name(void* address) { access(address, size, writes, __builtin_return_address(0)); }
+#define ACCESS(name, size, kind) \
+    void __tsan_##name(void* address) { access(address, size, kind, __builtin_return_address(0)); }
 extern "C" {
 void __tsan_init() {}
-ACCESS(read1, 1, false)
-ACCESS(read2, 2, false)
-ACCESS(read4, 4, false)
-ACCESS(read8, 8, false)
-ACCESS(read16, 16, false)
-ACCESS(write1, 1, true)
-ACCESS(write2, 2, true)
-ACCESS(write4, 4, true)
-ACCESS(write8, 8, true)
-ACCESS(write16, 16, true)
-void __tsan_read_range(void* address, size_t size) { access(address, size, false, __builtin_return_address(0)); }
-void __tsan_write_range(void* address, size_t size) { access(address, size, true, __builtin_return_address(0)); }
+ACCESS(read1, 1, Kind::read)
+ACCESS(read2, 2, Kind::read)
+ACCESS(read4, 4, Kind::read)
+ACCESS(read8, 8, Kind::read)
+ACCESS(read16, 16, Kind::read)
+ACCESS(write1, 1, Kind::write)
+ACCESS(write2, 2, Kind::write)
+ACCESS(write4, 4, Kind::write)
+ACCESS(write8, 8, Kind::write)
+ACCESS(write16, 16, Kind::write)
+void __tsan_read_range(void* address, size_t size) { access(address, size, Kind::read, __builtin_return_address(0)); }
+void __tsan_write_range(void* address, size_t size) { access(address, size, Kind::write, __builtin_return_address(0)); }
+uint __tsan_atomic32_fetch_add(volatile uint* address, uint operand, int) {
+    access(address, sizeof operand, Kind::add, __builtin_return_address(0));
+    const uint before = *address;
+    *address = before + operand;
+    return before;
+}
 }

@@ -24,6 +24,10 @@ fn the_metal_kernels_can_be_written_to_a_file() {
     stdout(&output(&["doctor", "--metal-source", path(&file)]));
     let text = std::fs::read_to_string(&file).unwrap();
     assert!(text.starts_with("#define HIDDEN ") && text.contains("kernel void lm_head("));
+    assert!(!text.contains("_tensor("));
+    stdout(&output(&["doctor", "--metal-source", path(&file), "--metal-tensor"]));
+    let text = std::fs::read_to_string(&file).unwrap();
+    assert!(text.starts_with("#include <metal_stdlib>") && text.contains("kernel void matmul_tensor("));
     let nowhere = folder.path().join("no/folder");
     assert_refused(&output(&["doctor", "--metal-source", path(&nowhere)]), 1, &["no/folder"]);
 }

@@ -92,6 +92,27 @@ fn kernels_are_summed_up() {
     assert_eq!(row("gate_up")[1], "40");
 }
 
+/// A chunk of a prompt, with the kernels that every Apple GPU runs, and with those of an M5.
+#[test]
+fn what_reads_a_prompt_on_a_mac_is_listed() {
+    let args = ["inspect", "--preset", "35b-a3b", "--device", "metal", "--ctx-size", "4096"];
+    for (option, matrices, kernel) in [
+        ("--metal-tensor", "tensor operations (Metal 4)", "gate_up_tensor"),
+        ("--metal-no-tensor", "simdgroup_matrix (Metal 3.1)", "gate_up_rows"),
+    ] {
+        let report = json(&[&args[..], &["--json", option]].concat());
+        let step = &report["prompt_step"];
+        assert_eq!((&step["tokens"], &step["matrices"]), (&512.into(), &matrices.into()));
+        let launches = step["launches"].as_array().unwrap();
+        assert_eq!(launches.len() as u64, number_of(&step["kernels"]));
+        assert_eq!(launches.iter().filter(|l| l["kernel"] == kernel).count(), 40);
+        let table = output(&[&args[..], &[option]].concat());
+        for words in [format!("matrices of many rows by {matrices}"), format!("  {kernel} ")] {
+            assert!(stdout(&table).contains(&words), "{words}: {}", stdout(&table));
+        }
+    }
+}
+
 fn number_of(value: &Value) -> u64 {
     value.as_u64().unwrap()
 }

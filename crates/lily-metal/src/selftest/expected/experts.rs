@@ -4,7 +4,7 @@ use lily_cpu::math::{sigmoid, silu, softmax, top_k};
 use lily_cpu::reference::matvec;
 use lily_model::weights::Expert;
 
-use super::{Expected, Launched, add, bits, scratch};
+use super::{Expected, Launched, add, bits, product, scratch};
 
 /// Pairs of token and slot in a tile.
 const PAIR_ROWS: usize = 32;
@@ -52,7 +52,7 @@ impl Launched<'_> {
         let mut slots = middle.chunks_exact_mut(width);
         for (h, (chosen, weights)) in self.normed_input(self.middle_norm()).iter().zip(self.routes()) {
             for (&expert, weight) in chosen.iter().chain([&m.experts]).zip(weights) {
-                swiglu(self.expert(expert)?, h, weight, slots.next()?);
+                swiglu(self.expert(expert)?, h, weight, false, slots.next()?);
             }
             all.extend(chosen.into_iter().map(bits));
         }
@@ -115,23 +115,23 @@ impl Launched<'_> {
         (out.len() == order.len() && out.iter().all(|&(pair, _)| pair < order.len())).then_some(out)
     }
 
-    pub(super) fn gate_up_rows(&self) -> Option<Expected> {
+    pub(super) fn gate_up_rows(&self, rounds: bool) -> Option<Expected> {
         let (width, slots) = (self.middle_width(), self.config.moe.experts_per_token + 1);
         let mut middle = self.scratch("middle").to_vec();
         let h: Vec<&[f32]> = self.rows("h", self.config.hidden_size).collect();
         for (pair, expert) in self.pairs()? {
             let to = &mut middle[pair * width..(pair + 1) * width];
-            swiglu(self.expert(expert)?, h[pair / slots], self.scratch("shares")[pair], to);
+            swiglu(self.expert(expert)?, h[pair / slots], self.scratch("shares")[pair], rounds, to);
         }
         Some(vec![scratch("middle", middle)])
     }
 
-    pub(super) fn down_rows(&self) -> Option<Expected> {
+    pub(super) fn down_rows(&self, rounds: bool) -> Option<Expected> {
         let (width, hidden) = (self.middle_width(), self.config.hidden_size);
         let mut spread = vec![0.0; self.scratch("spread").len()];
         for (pair, expert) in self.pairs()? {
             let down = &self.expert(expert)?.down;
-            let y = matvec(down, &self.scratch("middle")[pair * width..][..down.cols]);
+            let y = product(down, &self.scratch("middle")[pair * width..][..down.cols], rounds);
             spread[pair * hidden..][..hidden].copy_from_slice(&y);
         }
         Some(vec![scratch("spread", spread)])
@@ -147,7 +147,7 @@ impl Launched<'_> {
 }
 
 /// `weight * silu(gate h) * (up h)`, into the first values of `to`.
-fn swiglu(expert: &Expert, h: &[f32], weight: f32, to: &mut [f32]) {
-    let pairs = matvec(&expert.gate, h).into_iter().zip(matvec(&expert.up, h));
+fn swiglu(expert: &Expert, h: &[f32], weight: f32, rounds: bool, to: &mut [f32]) {
+    let pairs = product(&expert.gate, h, rounds).into_iter().zip(product(&expert.up, h, rounds));
     to.iter_mut().zip(pairs).for_each(|(to, (g, u))| *to = weight * silu(g) * u);
 }
