@@ -39,26 +39,36 @@ inline float sigmoid(float x) {
     return 1.0f / (1.0f + exp(-x));
 }
 
-/// Inputs `at` to `at + 15` as they are.
+/// Inputs `at` to `at + 15` as they are. Four of them a load: lanes are 64 bytes apart, so that each load of a SIMD-group touches
+/// all of its 2 KiB, however little it brings. Rows are multiples of 256 bytes and begin at multiples of 16.
 inline Inputs plain_inputs(const device float* x, uint at) {
+    const device float4* fours = (const device float4*)(x + at);
     Inputs in;
     in.sum = 0.0f;
-    for (uint i = 0; i < INPUTS; ++i) {
-        in.x[i] = x[at + i];
-        in.sum += in.x[i];
+    for (uint i = 0; i < INPUTS / 4; ++i) {
+        const float4 four = fours[i];
+        in.x[4 * i] = four.x;
+        in.x[4 * i + 1] = four.y;
+        in.x[4 * i + 2] = four.z;
+        in.x[4 * i + 3] = four.w;
+        in.sum = in.sum + four.x + four.y + four.z + four.w;
     }
     return in;
 }
 
 /// Inputs times the gains of a norm; adds their own squares to `squares`. The norm's factor is applied to the product.
 inline Inputs gained_inputs(const device float* x, const device float* gains, uint at, thread float& squares) {
-    Inputs in;
+    Inputs in = plain_inputs(x, at);
+    const device float4* fours = (const device float4*)(gains + at);
     in.sum = 0.0f;
-    for (uint i = 0; i < INPUTS; ++i) {
-        const float value = x[at + i];
-        squares += value * value;
-        in.x[i] = value * gains[at + i];
-        in.sum += in.x[i];
+    for (uint i = 0; i < INPUTS / 4; ++i) {
+        const float4 four = fours[i];
+        const float gain[4] = {four.x, four.y, four.z, four.w};
+        for (uint j = 0; j < 4; ++j) {
+            squares += in.x[4 * i + j] * in.x[4 * i + j];
+            in.x[4 * i + j] *= gain[j];
+            in.sum += in.x[4 * i + j];
+        }
     }
     return in;
 }
@@ -69,36 +79,43 @@ inline float norm_factor(float squares, uint width) {
 }
 
 /// Adds to `sums` the products of inputs at `col` with `count` rows from `row` on, of 4-bit codes. A code is used where it
-/// lies in a 16-bit word, so the input is divided by what that multiplies it with, which is exact.
+/// lies in a word, so the input is divided by what that multiplies it with, which is exact down to 2^-98.
 inline void multiply_q4(thread float* sums, const thread Inputs& in, Matrix m, ulong row, uint count, uint cols, uint col) {
+    constexpr uint CODES = 8;
     float x[INPUTS];
-    for (uint i = 0; i < INPUTS; i += 4) {
-        x[i] = in.x[i];
-        x[i + 1] = in.x[i + 1] * (1.0f / 16.0f);
-        x[i + 2] = in.x[i + 2] * (1.0f / 256.0f);
-        x[i + 3] = in.x[i + 3] * (1.0f / 4096.0f);
+    float place = 1.0f;
+    for (uint i = 0; i < INPUTS; ++i) {
+        place = i % CODES == 0 ? 1.0f : place * (1.0f / 16.0f);
+        x[i] = in.x[i] * place;
     }
+    const ulong first = row * cols + col;
+    const device uchar* codes = m.codes + first / 2;
+    const device bfloat* scales = m.scales + first / GROUP;
+    const device bfloat* biases = m.biases + first / GROUP;
     for (uint r = 0; r < ROWS; ++r) {
         // A row that isn't there is read as the last one, and its sum not used.
-        const ulong at = (row + min(r, count - 1)) * cols + col;
-        const device ushort* words = (const device ushort*)(m.codes + at / 2);
+        const uint at = min(r, count - 1) * cols;
+        const device uint* words = (const device uint*)(codes + at / 2);
         float dot = 0.0f;
-        for (uint i = 0; i < INPUTS / 4; ++i) {
+        for (uint i = 0; i < INPUTS / CODES; ++i) {
             const uint word = words[i];
-            dot += x[4 * i] * float(word & 0x000f);
-            dot += x[4 * i + 1] * float(word & 0x00f0);
-            dot += x[4 * i + 2] * float(word & 0x0f00);
-            dot += x[4 * i + 3] * float(word & 0xf000);
+            for (uint j = 0; j < CODES; ++j) {
+                dot += x[i * CODES + j] * float(word & (15u << (4 * j)));
+            }
         }
-        sums[r] += float(m.scales[at / GROUP]) * dot + float(m.biases[at / GROUP]) * in.sum;
+        sums[r] += float(scales[at / GROUP]) * dot + float(biases[at / GROUP]) * in.sum;
     }
 }
 
 /// As `multiply_q4`, of 8-bit codes.
 inline void multiply_q8(thread float* sums, const thread Inputs& in, Matrix m, ulong row, uint count, uint cols, uint col) {
+    const ulong first = row * cols + col;
+    const device uchar* codes = m.codes + first;
+    const device bfloat* scales = m.scales + first / GROUP;
+    const device bfloat* biases = m.biases + first / GROUP;
     for (uint r = 0; r < ROWS; ++r) {
-        const ulong at = (row + min(r, count - 1)) * cols + col;
-        const device uint* words = (const device uint*)(m.codes + at);
+        const uint at = min(r, count - 1) * cols;
+        const device uint* words = (const device uint*)(codes + at);
         float dot = 0.0f;
         for (uint i = 0; i < INPUTS / 4; ++i) {
             const uint word = words[i];
@@ -107,7 +124,7 @@ inline void multiply_q8(thread float* sums, const thread Inputs& in, Matrix m, u
             dot += in.x[4 * i + 2] * float(word >> 16 & 0xff);
             dot += in.x[4 * i + 3] * float(word >> 24);
         }
-        sums[r] += float(m.scales[at / GROUP]) * dot + float(m.biases[at / GROUP]) * in.sum;
+        sums[r] += float(scales[at / GROUP]) * dot + float(biases[at / GROUP]) * in.sum;
     }
 }
 

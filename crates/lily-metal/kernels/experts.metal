@@ -7,7 +7,6 @@ constant constexpr uint PAIR_BLOCKS = 2;
 constant constexpr uint PAIR_ROWS = 16 * PAIR_BLOCKS;
 /// Outputs of a tile of `gate_up_rows`: as many of gate as of up.
 constant constexpr uint PAIR_OUTS = TILE_OUTS / 2;
-constant constexpr uint SORT_THREADS = 1024;
 
 /// A tile: its expert, or NONE if it isn't used; where its pairs begin in the sorted list, and how many they are.
 struct Tile {
@@ -51,52 +50,66 @@ kernel void route(
     }
 }
 
-/// Sorts pairs by expert, those of one expert by number, so that the result is always the same; and lists the tiles. One
-/// threadgroup; a thread counts and places the pairs of its experts.
-[[max_total_threads_per_threadgroup(1024)]]
+/// Where the tiles of an expert begin, before which there are so many pairs in order: behind the most tiles that those can need,
+/// each expert's last one being nearly empty. So it depends on no other expert's tiles.
+inline uint first_tile(uint expert, uint before) {
+    return (before + (PAIR_ROWS - 1) * min(expert, before)) / PAIR_ROWS;
+}
+
+/// Sorts pairs by expert, those of one expert by number, so that the result is always the same; and lists the tiles. A SIMD-group
+/// finds the pairs of one expert, 32 rows at a time.
+[[max_total_threads_per_threadgroup(128)]]
 kernel void sort_pairs(
     const device uint* chosen [[buffer(0)]],
     const device Sizes* sizes [[buffer(1)]],
     device uint* order [[buffer(2)]],
     device Tile* tiles [[buffer(3)]],
-    threadgroup uint* counts [[threadgroup(0)]],
-    uint thread_index [[thread_index_in_threadgroup]]
+    uint group [[threadgroup_position_in_grid]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]
 ) {
-    const uint pairs = sizes->rows * SLOTS;
-    for (uint expert = thread_index; expert <= EXPERTS; expert += SORT_THREADS) {
-        uint count = 0;
-        for (uint p = 0; p < pairs; ++p) {
-            count += chosen[p] == expert ? 1 : 0;
+    const uint expert = group * 4 + simdgroup;
+    if (expert > EXPERTS) {
+        return;
+    }
+    uint before = 0;
+    uint count = 0;
+    for (uint row = lane; row < sizes->rows; row += LANES) {
+        for (uint slot = 0; slot < SLOTS; ++slot) {
+            const uint other = chosen[row * SLOTS + slot];
+            before += other < expert ? 1 : 0;
+            count += other == expert ? 1 : 0;
         }
-        counts[expert] = count;
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    uint used = 0;
-    for (uint e = 0; e <= EXPERTS; ++e) {
-        used += (counts[e] + PAIR_ROWS - 1) / PAIR_ROWS;
-    }
-    for (uint t = used + thread_index; t < sizes->tiles; t += SORT_THREADS) {
-        tiles[t].expert = NONE;
-    }
-    for (uint expert = thread_index; expert <= EXPERTS; expert += SORT_THREADS) {
-        uint first = 0;
-        uint tile = 0;
-        for (uint e = 0; e < expert; ++e) {
-            first += counts[e];
-            tile += (counts[e] + PAIR_ROWS - 1) / PAIR_ROWS;
+    before = simd_sum(before);
+    const uint end = before + simd_sum(count);
+
+    uint placed = before;
+    for (uint first_row = 0; first_row < sizes->rows && placed < end; first_row += LANES) {
+        const uint first_pair = (first_row + lane) * SLOTS;
+        const uint slots = first_row + lane < sizes->rows ? SLOTS : 0;
+        uint found = 0;
+        for (uint slot = 0; slot < slots; ++slot) {
+            found += chosen[first_pair + slot] == expert ? 1 : 0;
         }
-        uint place = first;
-        for (uint p = 0; p < pairs; ++p) {
-            if (chosen[p] == expert) {
-                order[place] = p;
+        uint place = placed + simd_prefix_exclusive_sum(found);
+        for (uint slot = 0; slot < slots; ++slot) {
+            if (chosen[first_pair + slot] == expert) {
+                order[place] = first_pair + slot;
                 place += 1;
             }
         }
-        for (uint at = first; at < place; at += PAIR_ROWS) {
-            tiles[tile].expert = expert;
-            tiles[tile].first = at;
-            tiles[tile].count = min(PAIR_ROWS, place - at);
-            tile += 1;
+        placed += simd_sum(found);
+    }
+
+    const uint tile = first_tile(expert, before);
+    const uint next_tile = expert == EXPERTS ? sizes->tiles : first_tile(expert + 1, end);
+    for (uint t = tile + lane; t < next_tile; t += LANES) {
+        const uint at = before + (t - tile) * PAIR_ROWS;
+        tiles[t].expert = at < end ? expert : NONE;
+        if (at < end) {
+            tiles[t].first = at;
+            tiles[t].count = min(PAIR_ROWS, end - at);
         }
     }
 }

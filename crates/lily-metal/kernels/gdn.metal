@@ -1,4 +1,5 @@
-// A Gated DeltaNet mixer: `project_gdn`, `delta`, `out_gdn` for one token; for several, `delta`, `keep_inputs` and `norm_heads`.
+// A Gated DeltaNet mixer: `project_gdn`, `delta`, `out_gdn` for one token; for several, `delta`, `keep_inputs` and `norm_heads`; for
+// many, `delta_chunks.metal` instead of `delta`.
 
 constant constexpr uint KEY_WIDTH = KEY_HEADS * KEY_DIM;
 constant constexpr uint VALUE_WIDTH = VALUE_HEADS * VALUE_DIM;
@@ -80,6 +81,14 @@ inline float convolved(
     return silu(sum);
 }
 
+/// What a token leaves of the state: alpha = exp(rate_factor * softplus(rate)).
+inline float decay(float rate, float rate_factor) {
+    // log(1 + e^rate) without overflow; where e^-|rate| is lost beside 1, it is the logarithm itself to the last bit but one.
+    const float small = exp(-abs(rate));
+    const float softplus = max(rate, 0.0f) + (small < 1e-4f ? small : log(1.0f + small));
+    return exp(rate_factor * softplus);
+}
+
 /// Convolution, norms of q and k, gates, and the delta rule for 32 columns of one value head, row after row. The state is read
 /// once and written once. With S the decayed state, e = beta (v - S^T k), and the readout of S + k e^T is S^T q + (k . q) e: so
 /// S^T k and S^T q are summed in one pass. Writes o times gain and gate, and the sum of squares of o, from which a later kernel
@@ -159,11 +168,7 @@ kernel void delta(
             s_k += sums[(2 * i + 1) * LANES + lane];
         }
 
-        const float rate = a[row * VALUE_HEADS + head] + dt_bias[head];
-        // log(1 + e^rate) without overflow; where e^-|rate| is lost beside 1, it is the logarithm itself to the last bit but one.
-        const float small = exp(-abs(rate));
-        const float softplus = max(rate, 0.0f) + (small < 1e-4f ? small : log(1.0f + small));
-        const float alpha = exp(rate_factor * softplus);
+        const float alpha = decay(a[row * VALUE_HEADS + head] + dt_bias[head], rate_factor);
         const float error = sigmoid(b[row * VALUE_HEADS + head]) * (v - alpha * s_k * k_factor);
         for (uint i = 0; i < STATE_ROWS; ++i) {
             s[i] = alpha * s[i] + k[simdgroup * STATE_ROWS + i] * k_factor * error;

@@ -1,6 +1,8 @@
 //! The launches of each block of a step of several tokens. Matrices meet all tokens at once; what has a sequence's state is
 //! launched for each segment, and launches of different segments run together.
 
+use std::ops::Range;
+
 use crate::builder::{Bindings, Builder, F16, F32, POSITIONS};
 use crate::launches::{HEAD_SIMDGROUPS, MIXER_SIMDGROUPS, PRODUCT_ROWS};
 use crate::plan::{Access, Contents, Features, KvType, LANES, PARTS, State, Want};
@@ -25,10 +27,18 @@ const TENSOR_COLS: usize = 64;
 const SMALL_TENSOR_ROWS: usize = 32;
 /// Pairs of token and slot in a tile: `PAIR_ROWS` of `experts.metal`.
 const PAIR_ROWS: usize = 32;
-/// Threads of `sort_pairs`: `SORT_THREADS` of `experts.metal`.
-const SORT_THREADS: usize = 1024;
 /// Words of a `Tile` of `experts.metal`.
 const TILE_WORDS: usize = 3;
+/// From so many tokens on, the delta rule goes chunk by chunk. It takes one launch more; see docs/lab/metal.md for the count.
+pub const CHUNKS_FROM: usize = 16;
+/// Tokens of a chunk: `DELTA_CHUNK` of `delta_chunks.metal`.
+pub const DELTA_CHUNK: usize = 32;
+/// Values of a chunk's matrices, of one head: `CHUNK_MATRICES` of `delta_chunks.metal`, of 64 values.
+pub const CHUNK_MATRICES: usize = 33 * 64;
+/// Values of the products of keys and queries of a chunk: 20 matrices.
+const CHUNK_PRODUCTS: usize = 20 * 64;
+/// SIMD-groups of `delta_chunks`; each has 8 columns of the state.
+const CHUNKS_SIMDGROUPS: usize = 4;
 /// Rows of a tile of `attend_rows`, and of `attend_tensor`; their SIMD-groups.
 const ATTEND_ROWS: usize = 16;
 const ATTEND_TENSOR_ROWS: usize = 32;
@@ -68,6 +78,15 @@ impl Bindings<'_, '_> {
         let first = (0..segment).map(len).sum();
         let rows = first..first + len(segment);
         self.scratch("parts", a.head_dim, &rows, access).scratch("weights", 2, &rows, access)
+    }
+
+    /// Keys, queries and matrices of chunks.
+    fn chunks(self, chunks: &Range<usize>, access: Access) -> Self {
+        let g = &self.builder.config.gdn;
+        let width = g.key_heads * DELTA_CHUNK * g.key_dim;
+        self.scratch("chunk_keys", width, chunks, access)
+            .scratch("chunk_queries", width, chunks, access)
+            .scratch("chunk_matrices", g.value_heads * CHUNK_MATRICES, chunks, access)
     }
 }
 
@@ -181,7 +200,14 @@ impl Builder<'_> {
             ("b", name("in_proj_b"), g.value_heads),
             ("a", name("in_proj_a"), g.value_heads),
         ]);
-        (0..self.segments.len()).for_each(|segment| self.delta(segment, layer));
+        for segment in 0..self.segments.len() {
+            if self.in_chunks(segment) {
+                self.prepare_chunks(segment, layer);
+                self.delta_chunks(segment, layer);
+            } else {
+                self.delta(segment, layer);
+            }
+        }
         for segment in 0..self.segments.len() {
             self.keep_inputs(segment, layer);
         }
@@ -193,6 +219,67 @@ impl Builder<'_> {
         let grid = [value_width.div_ceil(256), rows.len(), 1];
         self.launch("norm_heads", grid, 256, Vec::new(), bindings);
         self.add_product("gated", value_width, &name("out_proj"));
+    }
+
+    /// Whether the delta rule goes over a segment's tokens chunk by chunk.
+    fn in_chunks(&self, segment: usize) -> bool {
+        self.segments[segment].tokens >= CHUNKS_FROM
+    }
+
+    /// A segment's chunks among those of the step.
+    fn chunks(&self, segment: usize) -> Range<usize> {
+        let of = |s: usize| if self.in_chunks(s) { self.segments[s].tokens.div_ceil(DELTA_CHUNK) } else { 0 };
+        let first = (0..segment).map(of).sum();
+        first..first + of(segment)
+    }
+
+    /// All of a segment's chunks that does not depend on the state.
+    fn prepare_chunks(&mut self, segment: usize, layer: usize) {
+        let g = &self.config.gdn;
+        let (channels, taps, key_width) = (g.conv_channels(), g.conv_kernel, g.key_heads * g.key_dim);
+        let (rows, chunks) = (self.rows(segment), self.chunks(segment));
+        let name = |module: &str| format!("layers.{layer}.linear_attn.{module}");
+        let bindings = self
+            .bind()
+            .scratch("qkv", channels, &rows, Access::Read)
+            .vector(&name("conv1d"))
+            .scratch("b", g.value_heads, &rows, Access::Read)
+            .scratch("a", g.value_heads, &rows, Access::Read)
+            .vector(&name("A_log"))
+            .vector(&name("dt_bias"))
+            .position(segment, Access::Read)
+            .numbers(&[rows.len()])
+            .state(segment, layer, State::Conv, channels * taps, Access::Read, 2 * key_width * (taps - 1))
+            .chunks(&chunks, Access::Write)
+            .list;
+        let gates = 2 * g.value_heads / g.key_heads * DELTA_CHUNK;
+        let memory = vec![CHUNK_PRODUCTS * F32, gates * F32];
+        self.launch("prepare_chunks", [chunks.len(), g.key_heads, 1], 256, memory, bindings);
+    }
+
+    /// The delta rule over a segment's chunks.
+    fn delta_chunks(&mut self, segment: usize, layer: usize) {
+        let g = &self.config.gdn;
+        let (channels, taps, value_width) = (g.conv_channels(), g.conv_kernel, g.value_width());
+        let (rows, chunks, columns) = (self.rows(segment), self.chunks(segment), g.value_dim / LANES);
+        let name = |module: &str| format!("layers.{layer}.linear_attn.{module}");
+        let bindings = self
+            .bind()
+            .scratch("qkv", channels, &rows, Access::Read)
+            .vector(&name("conv1d"))
+            .scratch("z", value_width, &rows, Access::Read)
+            .vector(&name("norm"))
+            .position(segment, Access::Read)
+            .numbers(&[rows.len()])
+            .state(segment, layer, State::Conv, channels * taps, Access::Read, value_width * (taps - 1))
+            .chunks(&chunks, Access::Read)
+            .state(segment, layer, State::Recurrent, g.state_len(), Access::ReadWrite, 2 * g.state_len())
+            .scratch("gated", value_width, &rows, Access::Write)
+            .scratch("squares", g.value_heads * columns, &rows, Access::Write)
+            .list;
+        let memory = vec![DELTA_CHUNK * LANES * F32];
+        let grid = [columns, g.value_heads, 1];
+        self.launch("delta_chunks", grid, CHUNKS_SIMDGROUPS * LANES, memory, bindings);
     }
 
     /// Moves a segment's last inputs into the ring of the convolution, which `delta` does itself if there is only one.
@@ -306,7 +393,7 @@ impl Builder<'_> {
         self.launch("sum_slots", [hidden.div_ceil(256), rows.len(), 1], 256, Vec::new(), bindings);
     }
 
-    /// Tiles of pairs, at most: an expert's last one may have a single pair.
+    /// Tiles of pairs, at most: an expert's last one may have a single pair. As `first_tile` of `experts.metal` has it.
     fn most_tiles(&self) -> usize {
         let (tokens, m) = (self.all_rows().len(), &self.config.moe);
         let pairs = tokens * m.experts_per_token;
@@ -333,8 +420,9 @@ impl Builder<'_> {
             .scratch("order", slots, &rows, Access::Write)
             .scratch("tiles", TILE_WORDS, &(0..most), Access::Write)
             .list;
-        let memory = vec![(m.experts + 1).next_multiple_of(4) * F32];
-        self.launch("sort_pairs", [1, 1, 1], SORT_THREADS, memory, bindings);
+        // A SIMD-group for each expert and the shared one.
+        let grid = [(m.experts + 1).div_ceil(4), 1, 1];
+        self.launch("sort_pairs", grid, 4 * LANES, Vec::new(), bindings);
     }
 
     /// Gate, up and down of all pairs.

@@ -170,7 +170,7 @@ pub struct Buffer {
 pub enum Access {
     /// It only reads.
     Read,
-    /// It only writes.
+    /// It only writes, or reads no more than what its own threadgroup has written.
     Write,
     /// Both, but no thread reads what another one writes.
     ReadWrite,

@@ -7,11 +7,12 @@ use lily_model::config::Config;
 use crate::plan::{Features, KvType, PAGE, PARTS};
 
 /// The files of `kernels/`, in the order in which they make one library.
-const FILES: [&str; 9] = [
+const FILES: [&str; 10] = [
     include_str!("../kernels/common.metal"),
     include_str!("../kernels/embed.metal"),
     include_str!("../kernels/matmul.metal"),
     include_str!("../kernels/gdn.metal"),
+    include_str!("../kernels/delta_chunks.metal"),
     include_str!("../kernels/attention.metal"),
     include_str!("../kernels/attend_rows.metal"),
     include_str!("../kernels/moe.metal"),

@@ -39,9 +39,16 @@ fn right_kernels_pass() {
 #[test]
 fn a_broken_kernel_is_named_with_what_it_did() {
     let model = nano();
-    let mutants: [(&[&str], _, _, _); 3] = [
+    let mutants: [(&[&str], _, _, _); 4] = [
         (&["gate_up"], "= weight * silu(g) * u;", "= weight * silu(u) * g;", "middle["),
         (&["finish", "advance"], "position[0] += rows[0];", "position[0] += 2;", "position is Some("),
+        // `delta_chunks` is held to tokens one by one, whatever it gets.
+        (
+            &["prepare_chunks", "delta_chunks"],
+            "i == c ? entered * between : 0.0f",
+            "i == c ? entered : 0.0f",
+            "chunk_matrices[",
+        ),
         // What is not written shows in the logits.
         (&["finish", "append"], "q + ulong(row) * QUERY_WIDTH", "q + 99999999", "outside of its memory"),
     ];

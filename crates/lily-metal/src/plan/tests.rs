@@ -62,8 +62,10 @@ fn steps_of_more_tokens_take_few_stages() {
         println!("{segments:?}: {} bytes moved, {scratch} of scratch", plan.bytes());
         (plan.launches.len(), plan.stages())
     };
-    assert_eq!(size(&[(512, Want::Last)]), (675, 535));
-    assert_eq!(size(&[(2048, Want::Last)]), (675, 535));
+    assert_eq!(size(&[(512, Want::Last)]), (705, 565));
+    assert_eq!(size(&[(2048, Want::Last)]), (705, 565));
+    // Too few for chunks of the delta rule.
+    assert_eq!(size(&[(15, Want::Last)]), (675, 535));
     assert_eq!(size(&[(8, Want::All)]), (475, 335));
     assert_eq!(size(&[(1, Want::Last); 8]), (813, 325));
     assert_eq!(size(&[(1, Want::Last); 2]), (489, 325));

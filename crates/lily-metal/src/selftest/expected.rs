@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 
 use half::{bf16, f16};
-use lily_cpu::math::{l2_normalise, rms_norm, rotary, rotate, sigmoid, silu, softplus};
-use lily_cpu::reference::{L2_EPS, matvec};
+use lily_cpu::math::{rms_norm, rotary, rotate, sigmoid};
+use lily_cpu::reference::matvec;
 use lily_model::config::Config;
 use lily_model::matrix::Matrix;
 use lily_model::weights::{Attention, Gdn, Layer, Mixer, Weights};
@@ -12,6 +12,7 @@ use lily_model::weights::{Attention, Gdn, Layer, Mixer, Weights};
 use crate::plan::{Contents, KvType, State};
 
 mod experts;
+mod gdn;
 
 /// Positions of a block.
 const POSITIONS: usize = 32;
@@ -150,7 +151,8 @@ impl Launched<'_> {
         Some(match kernel {
             "embed" => self.embed(),
             "project_gdn" => self.project_gdn()?,
-            "delta" => self.delta()?,
+            "delta" | "delta_chunks" => self.delta()?,
+            "prepare_chunks" => self.prepare_chunks()?,
             "keep_inputs" => self.keep_inputs(),
             "norm_heads" => vec![scratch("gated", self.normed_heads())],
             "out_gdn" => self.out(&self.gdn()?.out_proj, &self.normed_heads()),
@@ -242,97 +244,6 @@ impl Launched<'_> {
 
     fn out(&self, matrix: &Matrix, y: &[f32]) -> Expected {
         vec![scratch("x", add(self.scratch("x"), &matvec(matrix, y)))]
-    }
-
-    fn project_gdn(&self) -> Option<Expected> {
-        let (w, h) = (self.gdn()?, &self.normed_input(self.input_norm())[0]);
-        Some(vec![
-            scratch("qkv", matvec(&w.in_proj_qkv, h)),
-            scratch("z", matvec(&w.in_proj_z, h)),
-            scratch("b", matvec(&w.in_proj_b, h)),
-            scratch("a", matvec(&w.in_proj_a, h)),
-        ])
-    }
-
-    /// The ring behind a launch that keeps all inputs.
-    fn kept(&self) -> Vec<f32> {
-        let g = &self.config.gdn;
-        let channels = g.conv_channels();
-        let mut ring = self.state(State::Conv).to_vec();
-        for (row, inputs) in self.rows("qkv", channels).enumerate() {
-            let slot = (self.position + row) % g.conv_kernel * channels;
-            ring[slot..slot + channels].copy_from_slice(inputs);
-        }
-        ring
-    }
-
-    fn keep_inputs(&self) -> Expected {
-        vec![(Contents::State(self.layer, State::Conv), self.kept())]
-    }
-
-    /// Convolved inputs of a row.
-    fn convolved(&self, w: &Gdn, row: usize) -> Vec<f32> {
-        let g = &self.config.gdn;
-        let (channels, taps) = (g.conv_channels(), g.conv_kernel);
-        let (new, ring) = (self.scratch("qkv"), self.state(State::Conv));
-        let input = |ch: usize, j: usize| match (row + 1 + j).checked_sub(taps) {
-            Some(row) => new[row * channels + ch],
-            None => ring[(self.position + row + 1 + j) % taps * channels + ch],
-        };
-        let sum = |ch: usize| silu((0..taps).map(|j| w.conv[ch * taps + j] * input(ch, j)).sum());
-        (0..channels).map(sum).collect()
-    }
-
-    fn delta(&self) -> Option<Expected> {
-        let (w, g) = (self.gdn()?, &self.config.gdn);
-        let (dk, dv, heads) = (g.key_dim, g.value_dim, g.value_heads);
-        let key_width = g.key_heads * dk;
-        let mut state = self.state(State::Recurrent).to_vec();
-        let (mut gated, mut squares) = (Vec::new(), Vec::new());
-        for (row, z) in self.rows("z", g.value_width()).enumerate() {
-            let u = self.convolved(w, row);
-            for head in 0..heads {
-                let key_head = head / (heads / g.key_heads);
-                let mut q = u[key_head * dk..][..dk].to_vec();
-                let mut k = u[key_width + key_head * dk..][..dk].to_vec();
-                l2_normalise(&mut q, L2_EPS, (dk as f32).powf(-0.5));
-                l2_normalise(&mut k, L2_EPS, 1.0);
-                let a = self.scratch("a")[row * heads + head];
-                let alpha = (-w.a_log[head].exp() * softplus(a + w.dt_bias[head])).exp();
-                let beta = sigmoid(self.scratch("b")[row * heads + head]);
-                let mut o = vec![0.0; dv];
-                for (column, o) in o.iter_mut().enumerate() {
-                    let s = &mut state[head * dk * dv..];
-                    let decayed: Vec<f32> = (0..dk).map(|i| alpha * s[i * dv + column]).collect();
-                    let known: f32 = decayed.iter().zip(&k).map(|(s, k)| s * k).sum();
-                    let error = beta * (u[2 * key_width + head * dv + column] - known);
-                    for i in 0..dk {
-                        s[i * dv + column] = decayed[i] + k[i] * error;
-                        *o += s[i * dv + column] * q[i];
-                    }
-                }
-                let z = &z[head * dv..][..dv];
-                gated.extend(o.iter().zip(&w.norm).zip(z).map(|((o, g), z)| o * g * silu(*z)));
-                squares.extend(o.chunks_exact(32).map(|o| o.iter().map(|o| o * o).sum::<f32>()));
-            }
-        }
-        // One token's inputs go into the ring.
-        let one = self.scratch("qkv").len() == g.conv_channels();
-        let ring = if one { self.kept() } else { self.state(State::Conv).to_vec() };
-        Some(vec![
-            (Contents::State(self.layer, State::Conv), ring),
-            (Contents::State(self.layer, State::Recurrent), state),
-            scratch("gated", gated),
-            scratch("squares", squares),
-        ])
-    }
-
-    fn normed_heads(&self) -> Vec<f32> {
-        let (g, eps) = (&self.config.gdn, self.config.rms_norm_eps);
-        let heads = self.scratch("gated").chunks_exact(g.value_dim);
-        let factor = |s: &[f32]| 1.0 / (s.iter().sum::<f32>() / g.value_dim as f32 + eps).sqrt();
-        let factors = self.scratch("squares").chunks_exact(g.value_dim / 32).map(factor);
-        heads.zip(factors).flat_map(|(o, f)| o.iter().map(move |o| o * f)).collect()
     }
 
     fn project_attention(&self) -> Option<Expected> {

@@ -89,12 +89,13 @@ impl Launched<'_> {
         let mut tiles = self.scratch("tiles").to_vec();
         let (places, _) = tiles.as_chunks_mut::<3>();
         places.iter_mut().for_each(|[expert, ..]| *expert = f32::from_bits(u32::MAX));
-        let mut places = places.iter_mut();
         let mut first = 0;
         for pairs in order.chunk_by(|a, b| expert(a) == expert(b)) {
-            for tile in pairs.chunks(PAIR_ROWS) {
-                let place = places.next()?;
-                *place = [f32::from_bits(expert(&tile[0])), bits(first), bits(tile.len())];
+            let number = expert(&pairs[0]);
+            // Behind the most tiles that the experts before can have.
+            let at = (first + (PAIR_ROWS - 1) * first.min(number as usize)) / PAIR_ROWS;
+            for (tile, place) in pairs.chunks(PAIR_ROWS).zip(places.get_mut(at..)?) {
+                *place = [f32::from_bits(number), bits(first), bits(tile.len())];
                 first += tile.len();
             }
         }
