@@ -9,7 +9,7 @@ use lily_model::backend::{
 };
 use lily_model::config::Config;
 use lily_model::pool::PAGE;
-use lily_model::sample::{SampleParams, Sampled, sample};
+use lily_model::sample::{Sampled, logprobs};
 use lily_model::weights::Weights;
 
 use crate::device::Source;
@@ -308,16 +308,7 @@ impl CudaBackend {
             Want::Nothing => Output::Nothing,
             Want::Logits(_) => Output::Logits(asked.logits),
             Want::Sample(params) => {
-                let logprobs = params.logprobs.map(|n| {
-                    // The host's own definition, on the device's logits.
-                    let reported = SampleParams { logprobs: Some(n), ..SampleParams::greedy() };
-                    let best = sample(&mut asked.logits.clone(), &[], &reported);
-                    let mut logprobs =
-                        best.logprobs.unwrap_or(lily_model::sample::Logprobs { token: 0.0, top: Vec::new() });
-                    let of = |token: u32| asked.logits[token as usize];
-                    logprobs.token += of(token) - of(best.token);
-                    logprobs
-                });
+                let logprobs = params.logprobs.map(|n| logprobs(&asked.logits, token, n));
                 Output::Sampled(Sampled { token, logprobs })
             }
         })

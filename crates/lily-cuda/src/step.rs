@@ -146,12 +146,6 @@ pub fn write(out: &mut [u8], layout: &Layout, batch: &Batch, sequences: &[&Seque
 }
 
 fn draw(p: &SampleParams, bias: u32, mask: Option<u32>) -> [u32; 16] {
-    let changed = !p.logit_bias.is_empty()
-        || mask.is_some()
-        || p.repetition_penalty != 1.0
-        || p.presence_penalty != 0.0
-        || p.frequency_penalty != 0.0;
-    let plain = p.temperature <= 0.0 && !changed;
     [
         p.temperature.to_bits(),
         p.top_p.to_bits(),
@@ -166,7 +160,7 @@ fn draw(p: &SampleParams, bias: u32, mask: Option<u32>) -> [u32; 16] {
         bias,
         p.logit_bias.len() as u32,
         mask.unwrap_or(NONE),
-        u32::from(plain),
+        u32::from(p.takes_largest()),
         0,
         0,
     ]

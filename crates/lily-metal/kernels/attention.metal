@@ -64,7 +64,7 @@ kernel void project_attention(
         out = new_keys;
     }
     float sums[ROWS];
-    normed_product_q4(sums, x, gains, m, row, ROWS, lane);
+    normed_product(sums, x, gains, m, row, ROWS, lane);
     if (lane == 0) {
         for (uint r = 0; r < ROWS; ++r) {
             out[row + r] = sums[r];
@@ -305,7 +305,7 @@ kernel void out_attention(
     float sums[ROWS] = {0.0f};
     for (uint col = lane * INPUTS; col < QUERY_WIDTH; col += STRIDE) {
         const Inputs in = plain_inputs(attended, col);
-        multiply_q4(sums, in, m, row, ROWS, QUERY_WIDTH, col);
+        multiply<MATRIX_BITS>(sums, in, m, row, ROWS, QUERY_WIDTH, col);
     }
     for (uint r = 0; r < ROWS; ++r) {
         const float sum = simd_sum(sums[r]);

@@ -1,7 +1,8 @@
 // What the kernels share. Shapes are macros, set when the library is compiled: see `source.rs`.
 //
-// Matrices lie as MLX writes them, row by row: codes of 4 or 8 bits, the first in the lowest bits, and for every 64 inputs of
-// a row a scale and a bias, `value = scale * code + bias`. A SIMD-group multiplies ROWS rows. A lane takes INPUTS inputs at a
+// Matrices lie as their files have them, row by row: codes of 4 or 8 bits, the first in the lowest bits, and for every 64 inputs of
+// a row a scale and a bias, `value = scale * code + bias`, as MLX writes them; or values of bf16, which are called 16 bits here. Of
+// routers the bits are ROUTER_BITS, of all others MATRIX_BITS. A SIMD-group multiplies ROWS rows. A lane takes INPUTS inputs at a
 // time, always within one group of 64, and keeps them in registers for all rows.
 #include <metal_stdlib>
 using namespace metal;
@@ -18,7 +19,7 @@ constant constexpr uint PRODUCT_SIMDGROUPS = 4;
 /// No index.
 constant constexpr uint NONE = 0xffffffffu;
 
-/// A quantised matrix.
+/// A matrix. Where it has values of bf16 they are at `codes`, and nothing is at the others.
 struct Matrix {
     const device uchar* codes;
     const device bfloat* scales;
@@ -78,9 +79,13 @@ inline float norm_factor(float squares, uint width) {
     return rsqrt(simd_sum(squares) / float(width) + NORM_EPS);
 }
 
-/// Adds to `sums` the products of inputs at `col` with `count` rows from `row` on, of 4-bit codes. A code is used where it
-/// lies in a word, so the input is divided by what that multiplies it with, which is exact down to 2^-98.
-inline void multiply_q4(thread float* sums, const thread Inputs& in, Matrix m, ulong row, uint count, uint cols, uint col) {
+/// Adds to `sums` the products of inputs at `col` with `count` rows of a matrix from `row` on.
+template <uint BITS>
+inline void multiply(thread float* sums, const thread Inputs& in, Matrix m, ulong row, uint count, uint cols, uint col);
+
+/// A code is used where it lies in a word, so the input is divided by what that multiplies it with, which is exact down to 2^-98.
+template <>
+inline void multiply<4>(thread float* sums, const thread Inputs& in, Matrix m, ulong row, uint count, uint cols, uint col) {
     constexpr uint CODES = 8;
     float x[INPUTS];
     float place = 1.0f;
@@ -107,8 +112,8 @@ inline void multiply_q4(thread float* sums, const thread Inputs& in, Matrix m, u
     }
 }
 
-/// As `multiply_q4`, of 8-bit codes.
-inline void multiply_q8(thread float* sums, const thread Inputs& in, Matrix m, ulong row, uint count, uint cols, uint col) {
+template <>
+inline void multiply<8>(thread float* sums, const thread Inputs& in, Matrix m, ulong row, uint count, uint cols, uint col) {
     const ulong first = row * cols + col;
     const device uchar* codes = m.codes + first;
     const device bfloat* scales = m.scales + first / GROUP;
@@ -128,8 +133,20 @@ inline void multiply_q8(thread float* sums, const thread Inputs& in, Matrix m, u
     }
 }
 
-/// Products of ROWS 4-bit rows with the normed x, `[HIDDEN]`; all lanes have the sums.
-inline void normed_product_q4(
+template <>
+inline void multiply<16>(thread float* sums, const thread Inputs& in, Matrix m, ulong row, uint count, uint cols, uint col) {
+    for (uint r = 0; r < ROWS; ++r) {
+        const device bfloat* values = (const device bfloat*)m.codes + (row + min(r, count - 1)) * cols + col;
+        float dot = 0.0f;
+        for (uint i = 0; i < INPUTS; ++i) {
+            dot += in.x[i] * float(values[i]);
+        }
+        sums[r] += dot;
+    }
+}
+
+/// Products of ROWS rows with the normed x, `[HIDDEN]`; all lanes have the sums.
+inline void normed_product(
     thread float* sums, const device float* x, const device float* gains, Matrix m, ulong row, uint count, uint lane
 ) {
     float squares = 0.0f;
@@ -138,7 +155,7 @@ inline void normed_product_q4(
     }
     for (uint col = lane * INPUTS; col < HIDDEN; col += STRIDE) {
         const Inputs in = gained_inputs(x, gains, col, squares);
-        multiply_q4(sums, in, m, row, count, HIDDEN, col);
+        multiply<MATRIX_BITS>(sums, in, m, row, count, HIDDEN, col);
     }
     const float factor = norm_factor(squares, HIDDEN);
     for (uint r = 0; r < ROWS; ++r) {

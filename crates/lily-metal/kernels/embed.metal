@@ -1,3 +1,13 @@
+/// Value `at` of a matrix.
+template <uint BITS> inline float value_of(Matrix m, ulong at) {
+    const uint code = uint(m.codes[at / 2]) >> (4 * (at % 2)) & 15;
+    return float(m.scales[at / GROUP]) * float(code) + float(m.biases[at / GROUP]);
+}
+
+template <> inline float value_of<16>(Matrix m, ulong at) {
+    return float(((const device bfloat*)m.codes)[at]);
+}
+
 /// x = the tokens' rows of the embedding. A thread makes one value.
 [[max_total_threads_per_threadgroup(256)]]
 kernel void embed(
@@ -14,6 +24,6 @@ kernel void embed(
         return;
     }
     const ulong at = ulong(tokens[group.y]) * HIDDEN + i;
-    const uint code = uint(codes[at / 2]) >> (4 * (i % 2)) & 15;
-    x[group.y * HIDDEN + i] = float(scales[at / GROUP]) * float(code) + float(biases[at / GROUP]);
+    const Matrix m = {codes, scales, biases};
+    x[group.y * HIDDEN + i] = value_of<MATRIX_BITS>(m, at);
 }

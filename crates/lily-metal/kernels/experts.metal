@@ -168,7 +168,7 @@ kernel void gate_up_rows(
     for (uint i = 0; i < PAIR_BLOCKS * OUT_BLOCKS; ++i) {
         sums[i] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
     }
-    multiply_tile<PAIR_BLOCKS, 4>(sums, h, sources, HIDDEN, m, row, HIDDEN, tile, thread_index, simdgroup);
+    multiply_tile<PAIR_BLOCKS, MATRIX_BITS>(sums, h, sources, HIDDEN, m, row, HIDDEN, tile, thread_index, simdgroup);
     gather_tile<PAIR_BLOCKS>(sums, tile, simdgroup);
     for (uint i = thread_index; i < count * PAIR_OUTS; i += TILE_THREADS) {
         const uint r = i / PAIR_OUTS;
@@ -220,7 +220,7 @@ kernel void down_rows(
     for (uint i = 0; i < PAIR_BLOCKS * OUT_BLOCKS; ++i) {
         sums[i] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
     }
-    multiply_tile<PAIR_BLOCKS, 4>(sums, middle, sources, MIDDLE, m, row, cols, tile, thread_index, simdgroup);
+    multiply_tile<PAIR_BLOCKS, MATRIX_BITS>(sums, middle, sources, MIDDLE, m, row, cols, tile, thread_index, simdgroup);
     gather_tile<PAIR_BLOCKS>(sums, tile, simdgroup);
     for (uint i = thread_index; i < count * TILE_OUTS; i += TILE_THREADS) {
         spread[ulong(pairs[i / TILE_OUTS]) * HIDDEN + first_out + i % TILE_OUTS] = tile[i];

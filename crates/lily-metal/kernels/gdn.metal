@@ -58,7 +58,7 @@ kernel void project_gdn(
         out = z;
     }
     float sums[ROWS];
-    normed_product_q4(sums, x, gains, m, row, ROWS, lane);
+    normed_product(sums, x, gains, m, row, ROWS, lane);
     if (lane == 0) {
         for (uint r = 0; r < ROWS; ++r) {
             out[row + r] = sums[r];
@@ -267,7 +267,7 @@ kernel void out_gdn(
             in.x[i] *= factor;
         }
         in.sum *= factor;
-        multiply_q4(sums, in, m, row, ROWS, VALUE_WIDTH, col);
+        multiply<MATRIX_BITS>(sums, in, m, row, ROWS, VALUE_WIDTH, col);
     }
     for (uint r = 0; r < ROWS; ++r) {
         const float sum = simd_sum(sums[r]);

@@ -1,4 +1,4 @@
-// Many rows times one matrix: `norm_rows`, `matmul`, `matmul_16`, `matmul_q8`, `matmul_few`.
+// Many rows times one matrix: `norm_rows`, `matmul`, `matmul_16`, `matmul_router`, `matmul_few`.
 //
 // A tile is 64 outputs of 16 * BLOCKS rows. Its four SIMD-groups have a quarter of it each, as 8x8 matrices; inputs and
 // dequantised weights come through threadgroup memory, TILE_COLS inputs at a time. All of it is f32, as in the kernels of one
@@ -60,6 +60,13 @@ template <uint BITS, class T> inline void dequantise(Matrix m, ulong at, threadg
         for (uint j = 0; j < CODES; ++j) {
             to[i * CODES + j] = T(scale * float(word >> (j * BITS) & ((1u << BITS) - 1)) + bias);
         }
+    }
+}
+
+template <> inline void dequantise<16>(Matrix m, ulong at, threadgroup float* to) {
+    const device bfloat* values = (const device bfloat*)m.codes + at;
+    for (uint i = 0; i < INPUTS; ++i) {
+        to[i] = float(values[i]);
     }
 }
 
@@ -143,7 +150,7 @@ inline void product_tile(
     }
 }
 
-/// A product with 4-bit codes, 64 rows a tile.
+/// A product, 64 rows a tile.
 [[max_total_threads_per_threadgroup(128)]]
 kernel void matmul(
     const device float* x [[buffer(0)]],
@@ -158,10 +165,10 @@ kernel void matmul(
     uint simdgroup [[simdgroup_index_in_threadgroup]]
 ) {
     const Matrix m = {codes, scales, biases};
-    product_tile<4, 4>(x, m, product, y, tile, group, thread_index, simdgroup);
+    product_tile<4, MATRIX_BITS>(x, m, product, y, tile, group, thread_index, simdgroup);
 }
 
-/// A product with 4-bit codes, 16 rows a tile: for so few that most of 64 would be zeros.
+/// A product, 16 rows a tile: for so few that most of 64 would be zeros.
 [[max_total_threads_per_threadgroup(128)]]
 kernel void matmul_16(
     const device float* x [[buffer(0)]],
@@ -176,12 +183,12 @@ kernel void matmul_16(
     uint simdgroup [[simdgroup_index_in_threadgroup]]
 ) {
     const Matrix m = {codes, scales, biases};
-    product_tile<1, 4>(x, m, product, y, tile, group, thread_index, simdgroup);
+    product_tile<1, MATRIX_BITS>(x, m, product, y, tile, group, thread_index, simdgroup);
 }
 
-/// A product with 8-bit codes, 16 rows a tile: there are few outputs.
+/// A product with a router's matrix, 16 rows a tile: there are few outputs.
 [[max_total_threads_per_threadgroup(128)]]
-kernel void matmul_q8(
+kernel void matmul_router(
     const device float* x [[buffer(0)]],
     const device uchar* codes [[buffer(1)]],
     const device bfloat* scales [[buffer(2)]],
@@ -194,7 +201,24 @@ kernel void matmul_q8(
     uint simdgroup [[simdgroup_index_in_threadgroup]]
 ) {
     const Matrix m = {codes, scales, biases};
-    product_tile<1, 8>(x, m, product, y, tile, group, thread_index, simdgroup);
+    product_tile<1, ROUTER_BITS>(x, m, product, y, tile, group, thread_index, simdgroup);
+}
+
+/// Values of half of INPUTS inputs from `at` on.
+template <uint BITS> inline void few_values(Matrix m, ulong at, thread float* to) {
+    const device ushort* words = (const device ushort*)(m.codes + at / 2);
+    const float scale = float(m.scales[at / GROUP]);
+    const float bias = float(m.biases[at / GROUP]);
+    for (uint i = 0; i < INPUTS / 2; ++i) {
+        to[i] = scale * float(words[i / 4] >> (4 * (i % 4)) & 15) + bias;
+    }
+}
+
+template <> inline void few_values<16>(Matrix m, ulong at, thread float* to) {
+    const device bfloat* values = (const device bfloat*)m.codes + at;
+    for (uint i = 0; i < INPUTS / 2; ++i) {
+        to[i] = float(values[i]);
+    }
 }
 
 /// As `matmul`, of at most FEW rows and a multiple of ROWS outputs: a SIMD-group takes the codes of ROWS outputs apart once, and
@@ -217,19 +241,14 @@ kernel void matmul_few(
     if (out >= product->outs) {
         return;
     }
+    const Matrix m = {codes, scales, biases};
     float sums[FEW][ROWS] = {{0.0f}};
     for (uint col = lane * INPUTS; col < cols; col += STRIDE) {
         // Half of a lane's inputs at a time, for the sake of registers.
         for (uint from = col; from < col + INPUTS; from += INPUTS / 2) {
             float values[ROWS][INPUTS / 2];
             for (uint r = 0; r < ROWS; ++r) {
-                const ulong at = ulong(out + r) * cols + from;
-                const device ushort* words = (const device ushort*)(codes + at / 2);
-                const float scale = float(scales[at / GROUP]);
-                const float bias = float(biases[at / GROUP]);
-                for (uint i = 0; i < INPUTS / 2; ++i) {
-                    values[r][i] = scale * float(words[i / 4] >> (4 * (i % 4)) & 15) + bias;
-                }
+                few_values<MATRIX_BITS>(m, ulong(out + r) * cols + from, values[r]);
             }
             for (uint t = 0; t < FEW; ++t) {
                 if (t < rows) {

@@ -39,7 +39,7 @@ kernel void router(
     float sums[ROWS] = {0.0f};
     for (uint col = lane * INPUTS; col < HIDDEN; col += STRIDE) {
         const Inputs in = gained_inputs(x, gains, col, squares);
-        multiply_q8(sums, in, m, shared ? 0 : row, count, HIDDEN, col);
+        multiply<ROUTER_BITS>(sums, in, m, shared ? 0 : row, count, HIDDEN, col);
     }
     const float factor = norm_factor(squares, HIDDEN);
     for (uint r = 0; r < ROWS; ++r) {
@@ -160,8 +160,8 @@ kernel void gate_up(
     float squares = 0.0f;
     for (uint col = lane * INPUTS; col < HIDDEN; col += STRIDE) {
         const Inputs in = gained_inputs(x, gains, col, squares);
-        multiply_q4(gates, in, gate, matrix_row, ROWS, HIDDEN, col);
-        multiply_q4(ups, in, up, matrix_row, ROWS, HIDDEN, col);
+        multiply<MATRIX_BITS>(gates, in, gate, matrix_row, ROWS, HIDDEN, col);
+        multiply<MATRIX_BITS>(ups, in, up, matrix_row, ROWS, HIDDEN, col);
     }
     const float factor = norm_factor(squares, HIDDEN);
     for (uint r = 0; r < ROWS; ++r) {
@@ -203,12 +203,12 @@ kernel void down(
         const ulong first = ulong(chosen[slot]) * HIDDEN + row;
         for (uint col = lane * INPUTS; col < EXPERT_WIDTH; col += STRIDE) {
             const Inputs in = plain_inputs(middle + slot * MIDDLE, col);
-            multiply_q4(sums, in, routed, first, ROWS, EXPERT_WIDTH, col);
+            multiply<MATRIX_BITS>(sums, in, routed, first, ROWS, EXPERT_WIDTH, col);
         }
     }
     for (uint col = lane * INPUTS; col < SHARED_WIDTH; col += STRIDE) {
         const Inputs in = plain_inputs(middle + TOP_K * MIDDLE, col);
-        multiply_q4(sums, in, shared, row, ROWS, SHARED_WIDTH, col);
+        multiply<MATRIX_BITS>(sums, in, shared, row, ROWS, SHARED_WIDTH, col);
     }
     for (uint r = 0; r < ROWS; ++r) {
         const float sum = simd_sum(sums[r]);

@@ -58,12 +58,19 @@ inline void bring_inputs(
     }
 }
 
+template <> inline void dequantise<16>(Matrix m, ulong at, threadgroup half* to) {
+    const device bfloat* values = (const device bfloat*)m.codes + at;
+    for (uint i = 0; i < INPUTS; ++i) {
+        to[i] = half(float(values[i]));
+    }
+}
+
 /// Brings a group of weights: a thread half of one of row `row` of m, from input `col` on, `row` being that of its output.
 inline void bring_weights(threadgroup half* weights, Matrix m, ulong row, uint cols, uint col, uint thread_index) {
     const uint mine = thread_index % 2 * (TENSOR_COLS / 2);
     threadgroup half* to = weights + thread_index / 2 * TENSOR_COLS + mine;
     for (uint i = 0; i < TENSOR_COLS / 2; i += INPUTS) {
-        dequantise<4>(m, row * cols + col + mine + i, to + i);
+        dequantise<MATRIX_BITS>(m, row * cols + col + mine + i, to + i);
     }
 }
 
@@ -116,7 +123,7 @@ inline void tensor_tile(
     }
 }
 
-/// A product with 4-bit codes, 64 rows a tile.
+/// A product, 64 rows a tile.
 [[max_total_threads_per_threadgroup(128)]]
 kernel void matmul_tensor(
     const device float* x [[buffer(0)]],
@@ -133,7 +140,7 @@ kernel void matmul_tensor(
     tensor_tile<64>(x, m, product, y, tile, group, thread_index);
 }
 
-/// A product with 4-bit codes, 32 rows a tile: for so few that half of 64 would be zeros.
+/// A product, 32 rows a tile: for so few that half of 64 would be zeros.
 [[max_total_threads_per_threadgroup(128)]]
 kernel void matmul_tensor_32(
     const device float* x [[buffer(0)]],

@@ -1,7 +1,6 @@
 //! [`Backend`] on a [`Device`]: `forward` hands over a step and returns, `wait` waits for its end.
 //!
-//! A step leaves the tokens that it draws where the next one reads them, so that one does not wait for the other. What the
-//! kernels can't draw (they take the largest logit) is drawn by the host, which a step that goes on from there waits for.
+//! A step leaves the tokens that it draws where the next one reads them, so that one does not wait for the other.
 
 mod results;
 
@@ -19,6 +18,7 @@ use lily_model::sample::SampleParams;
 use lily_model::weights::Weights;
 
 use crate::device::{Device, DeviceError, Place, Submission};
+use crate::draw::{Draw, MOST_BIASES};
 use crate::load::{self, Flight, IN_FLIGHT, Loaded, MAX_SEGMENTS};
 use crate::plan::Features;
 use crate::program::{Bound, Run};
@@ -223,7 +223,38 @@ impl<D: Device> MetalBackend<D> {
         }
     }
 
-    /// Writes what the host knows of a step into its flight: tokens, positions, page tables.
+    /// Refuses more biases than there is room for.
+    fn check_biases(&self, batch: &Batch) -> Result<(), BackendError> {
+        for segment in &batch.segments {
+            if let Want::Sample(params) = &segment.want
+                && params.logit_bias.len() > MOST_BIASES
+            {
+                let (id, found) = (segment.seq.0, params.logit_bias.len());
+                let problem = format!("sequence {id} has {found} logit biases, the most is {MOST_BIASES}");
+                return Err(BackendError::InvalidBatch(problem));
+            }
+        }
+        Ok(())
+    }
+
+    /// How the token behind a segment is drawn: the largest logit, if none is wanted.
+    fn draw(&self, segment: &Segment, sequence: &Sequence) -> Draw {
+        let vocab = self.config.vocab_size;
+        let params = match &segment.want {
+            Want::Sample(params) if !params.takes_largest() => params,
+            _ => return Draw::new(&SampleParams::greedy(), &[], false, vocab),
+        };
+        // Only one token can be unknown: what was sampled before the step in flight is.
+        let mut history = sequence.tokens.clone();
+        match (&segment.tokens, sequence.last) {
+            (Tokens::Ids(ids), _) => history.extend_from_slice(ids),
+            (Tokens::LastSampled, Last::Known(token)) => history.push(token),
+            (Tokens::LastSampled, _) => return Draw::new(params, &history, true, vocab),
+        }
+        Draw::new(params, &history, false, vocab)
+    }
+
+    /// Writes what the host knows of a step into its flight: tokens, positions, page tables, draws.
     fn write_inputs(&mut self, batch: &Batch, pieces: &[Vec<Part>], flight: &Flight) {
         let bytes = |words: &[u32]| words.iter().flat_map(|w| w.to_le_bytes()).collect::<Vec<u8>>();
         let mut row = 0;
@@ -240,6 +271,11 @@ impl<D: Device> MetalBackend<D> {
                 (Tokens::LastSampled, _) => {}
             }
             self.device.write(flight.table(i), &bytes(pages));
+            let draw = self.draw(segment, sequence);
+            for (place, words) in flight.draw(i).into_iter().zip([&draw.words[..], &draw.changes, &draw.mask])
+            {
+                self.device.write(place, &bytes(words));
+            }
             row += count;
         }
         for part in pieces.iter().flatten() {
@@ -301,6 +337,7 @@ impl<D: Device> MetalBackend<D> {
                 next: flight.next(part.segment),
                 position: flight.position(part.row),
                 pages: flight.table(part.segment),
+                draw: flight.draw(part.segment),
                 broken: flight.broken(part.segment),
                 slot: sequence.map_or(0, |s| s.lease.slot),
             }
@@ -327,23 +364,12 @@ impl<D: Device> MetalBackend<D> {
     }
 }
 
-/// Whether the kernels draw so themselves: the largest logit, as it is.
-fn is_plain(p: &SampleParams) -> bool {
-    p.temperature <= 0.0
-        && p.logit_bias.is_empty()
-        && p.mask.is_none()
-        && p.repetition_penalty == 1.0
-        && p.presence_penalty == 0.0
-        && p.frequency_penalty == 0.0
-        && p.logprobs.is_none()
-}
-
 /// Whether the host needs the logits of a segment.
 fn needs_logits(want: &Want) -> bool {
     match want {
         Want::Nothing => false,
         Want::Logits(_) => true,
-        Want::Sample(params) => !is_plain(params),
+        Want::Sample(params) => params.logprobs.is_some(),
     }
 }
 
@@ -503,20 +529,10 @@ impl<D: Device> Backend for MetalBackend<D> {
             let s = self.sequences.get(&seq)?;
             Some(Progress { len: s.len, capacity: s.capacity, sampled: s.last != Last::Nothing })
         })?;
+        self.check_biases(batch)?;
         let index = self.next_flight;
         if let Some(last) = self.pending.iter().rposition(|p| p.flight == index && p.outputs.is_none()) {
             self.harvest_to(last);
-        }
-        // The host draws from what was fed so far.
-        for segment in &batch.segments {
-            let by_host = |p: &Pending| {
-                let draws =
-                    |a: &Asked| a.seq == segment.seq && matches!(&a.want, Want::Sample(p) if !is_plain(p));
-                p.outputs.is_none() && p.asked.iter().any(draws)
-            };
-            if let Some(last) = self.pending.iter().rposition(by_host) {
-                self.harvest_to(last);
-            }
         }
         let flight = self.loaded.flights[index];
         let pieces = pieces(batch);

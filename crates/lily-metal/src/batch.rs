@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use crate::builder::{Bindings, Builder, F16, F32, POSITIONS};
 use crate::launches::{HEAD_SIMDGROUPS, MIXER_SIMDGROUPS, PRODUCT_ROWS};
-use crate::plan::{Access, Contents, Features, KvType, LANES, PARTS, State, Want};
+use crate::plan::{Access, Contents, Features, KvType, LANES, PARTS, State, Want, is_router};
 
 /// Rows that `matmul_few` takes at most: `FEW` of `matmul.metal`. Of more tokens the experts are grouped.
 const FEW: usize = 8;
@@ -15,7 +15,7 @@ const TILE_THREADS: usize = 128;
 const TILE_OUTS: usize = 64;
 /// Rows of a tile of `matmul` and `matmul_tensor`.
 const TILE_ROWS: usize = 64;
-/// Rows of a tile of `matmul_16` and `matmul_q8`.
+/// Rows of a tile of `matmul_16` and `matmul_router`.
 const SMALL_TILE_ROWS: usize = 16;
 /// Up to so many rows, small tiles multiply less in all.
 const SMALL: usize = 32;
@@ -141,8 +141,8 @@ impl Builder<'_> {
             return self.launch("matmul_few", grid, TILE_THREADS, Vec::new(), bindings);
         }
         // The router's are f32 on every device: which experts are chosen must not depend on rounding.
-        let (kernel, rows, tensor) = match (self.bits(p.matrix), p.rows <= SMALL, self.features.tensor) {
-            (8, ..) => ("matmul_q8", SMALL_TILE_ROWS, false),
+        let (kernel, rows, tensor) = match (is_router(p.matrix), p.rows <= SMALL, self.features.tensor) {
+            (true, ..) => ("matmul_router", SMALL_TILE_ROWS, false),
             (_, true, false) => ("matmul_16", SMALL_TILE_ROWS, false),
             (_, false, false) => ("matmul", TILE_ROWS, false),
             (_, true, true) => ("matmul_tensor_32", SMALL_TENSOR_ROWS, true),
@@ -505,17 +505,15 @@ impl Builder<'_> {
         }
     }
 
-    /// The first of each group of logits in a row of them.
+    /// The first candidate of each group of logits in a row of them.
     fn best(&mut self, segment: usize, row: usize) {
-        let (row_bytes, groups) = (self.config.vocab_size * F32, self.head_groups());
-        let to = segment..segment + 1;
+        let row_bytes = self.config.vocab_size * F32;
         let bindings = self
             .bind()
             .part(Contents::Logits, row * row_bytes..(row + 1) * row_bytes, Access::Read)
-            .scratch("best_logits", groups, &to, Access::Write)
-            .scratch("best_tokens", groups, &to, Access::Write)
+            .candidates(segment)
             .list;
-        let grid = [groups.div_ceil(HEAD_SIMDGROUPS), 1, 1];
+        let grid = [self.draw_groups().div_ceil(HEAD_SIMDGROUPS), 1, 1];
         self.launch("best", grid, HEAD_SIMDGROUPS * LANES, Vec::new(), bindings);
     }
 

@@ -6,6 +6,7 @@ use std::ops::Range;
 use lily_model::config::Config;
 use lily_model::manifest::Module;
 
+use crate::draw;
 use crate::plan::{Access, Binding, Buffer, Contents, Features, GROUP, Launch, PAGE, Plan, Segment, State};
 
 /// Bytes of a number.
@@ -68,10 +69,15 @@ impl<'a> Builder<'a> {
         0..self.segments.iter().map(|s| s.tokens).sum()
     }
 
-    /// Bits of a matrix's codes.
+    /// Bits of a matrix's codes; 16: values of bf16.
     pub fn bits(&self, name: &str) -> usize {
         let affine = self.modules.get(name).and_then(|module| module.affine(self.config));
-        affine.map_or(0, |affine| affine.bits)
+        affine.map_or(16, |affine| affine.bits)
+    }
+
+    /// Groups of logits: `DRAW_GROUPS` of `sample.metal`.
+    pub fn draw_groups(&self) -> usize {
+        self.config.vocab_size.div_ceil(draw::GROUP)
     }
 
     fn buffer(&mut self, segment: usize, contents: Contents, bytes: usize) -> usize {
@@ -192,6 +198,29 @@ impl Bindings<'_, '_> {
         self.small_of(segment, Contents::Position, F32, access)
     }
 
+    /// How a segment's next token is drawn, and the first candidate of each group of logits, with what else the draw may need.
+    pub fn candidates(self, segment: usize) -> Self {
+        let (vocab, capacity) = (self.builder.config.vocab_size, self.builder.segments[segment].capacity);
+        let changes = draw::most_changes(vocab, capacity) * draw::CHANGE_WORDS * F32;
+        self.draw(segment)
+            .small_of(segment, Contents::Changes, changes, Access::Read)
+            .small_of(segment, Contents::Mask, draw::mask_words(vocab) * F32, Access::Read)
+            .tokens(segment, Access::Read)
+            .scratch("adjusted", vocab, &(segment..segment + 1), Access::Write)
+            .best(segment, Access::Write)
+    }
+
+    /// How a segment's next token is drawn.
+    pub fn draw(self, segment: usize) -> Self {
+        self.small_of(segment, Contents::Draw, draw::WORDS * F32, Access::Read)
+    }
+
+    /// The first candidate of each group of a segment's logits.
+    pub fn best(self, segment: usize, access: Access) -> Self {
+        let words = self.builder.draw_groups() * draw::BEST_WORDS;
+        self.scratch("best", words, &(segment..segment + 1), access)
+    }
+
     /// State of a Gated DeltaNet layer.
     pub fn state(
         self,
@@ -264,13 +293,19 @@ impl Bindings<'_, '_> {
         self.rows_of(name, read, of)
     }
 
-    /// Codes, scales and biases of a matrix of which `read` in `of` parts are read.
+    /// What there is of codes, scales and biases of a matrix of which `read` in `of` parts are read.
     pub fn rows_of(self, name: &str, read: usize, of: usize) -> Self {
-        let codes = self.elements(name) * self.builder.bits(name) / 8;
-        let scales = self.elements(name) / GROUP * 2;
+        let (elements, bits) = (self.elements(name), self.builder.bits(name));
         let part = |bytes: usize| bytes / of * read;
-        self.moved(Contents::Codes(name.to_owned()), codes, Access::Read, part(codes))
-            .moved(Contents::Scales(name.to_owned()), scales, Access::Read, part(scales))
-            .moved(Contents::Biases(name.to_owned()), scales, Access::Read, part(scales))
+        let (codes, name) = (elements * bits / 8, name.to_owned());
+        let codes = self.moved(Contents::Codes(name.clone()), codes, Access::Read, part(codes));
+        if bits == 16 {
+            let absent = |what| Contents::Absent(format!("{what} of {name}"));
+            let scales = codes.small(absent("scales"), F32, Access::Read);
+            return scales.small(absent("biases"), F32, Access::Read);
+        }
+        let bytes = elements / GROUP * 2;
+        let scales = codes.moved(Contents::Scales(name.clone()), bytes, Access::Read, part(bytes));
+        scales.moved(Contents::Biases(name), bytes, Access::Read, part(bytes))
     }
 }

@@ -1,6 +1,7 @@
 //! The launches of each block: those of a step of one token, and those that steps of more tokens share with it.
 
 use crate::builder::{Builder, F32};
+use crate::draw;
 use crate::plan::{Access, Binding, Contents, LANES, PARTS, State};
 
 /// Rows that a SIMD-group multiplies: `ROWS` of `common.metal`.
@@ -221,43 +222,38 @@ impl Builder<'_> {
         if self.config.tie_word_embeddings { "embed_tokens" } else { "lm_head" }
     }
 
-    /// Groups of logits of which each the first is known: `HEAD_GROUPS` of `head.metal`.
-    pub fn head_groups(&self) -> usize {
-        self.config.vocab_size.div_ceil(HEAD_SIMDGROUPS * ROWS)
-    }
-
     /// Final norm, logits, the next token, of one token.
     pub fn head(&mut self) {
-        let (vocab, matrix, groups) = (self.config.vocab_size, self.head_matrix(), self.head_groups());
-        let one = 0..1;
+        let (vocab, matrix, groups) = (self.config.vocab_size, self.head_matrix(), self.draw_groups());
         let bindings = self
             .bind()
-            .x(&one, Access::Read)
+            .x(&(0..1), Access::Read)
             .vector("norm")
             .matrix(matrix)
             .part(Contents::Logits, 0..vocab * F32, Access::Write)
-            .scratch("best_logits", groups, &one, Access::Write)
-            .scratch("best_tokens", groups, &one, Access::Write)
+            .candidates(0)
             .list;
-        let memory = vec![HEAD_SIMDGROUPS * F32; 2];
+        let memory = vec![draw::GROUP * F32];
         self.launch("lm_head", [groups, 1, 1], HEAD_SIMDGROUPS * LANES, memory, bindings);
         self.next(0);
     }
 
     /// The next token of a segment.
     pub fn next(&mut self, segment: usize) {
-        let groups = self.head_groups();
-        let (row, tokens) = (segment..segment + 1, self.segments[segment].tokens);
+        let (vocab, tokens) = (self.config.vocab_size, self.segments[segment].tokens);
         let bindings = self
             .bind()
-            .scratch("best_logits", groups, &row, Access::Read)
-            .scratch("best_tokens", groups, &row, Access::Read)
+            .best(segment, Access::Read)
+            .scratch("adjusted", vocab, &(segment..segment + 1), Access::Read)
+            .draw(segment)
             .numbers(&[tokens])
             .tokens(segment, Access::ReadWrite)
             .position(segment, Access::ReadWrite)
             .small_of(segment, Contents::Broken, 4, Access::Write)
             .list;
-        let memory = vec![FINISH_SIMDGROUPS * F32; 2];
+        // Two candidates of each SIMD-group; 256 sums of 64 bits; three of their results.
+        let candidates = 2 * FINISH_SIMDGROUPS * F32;
+        let memory = vec![candidates, candidates, candidates, 256 * 2 * F32, 4 * 2 * F32];
         self.launch("finish", [1, 1, 1], FINISH_SIMDGROUPS * LANES, memory, bindings);
     }
 }

@@ -5,6 +5,7 @@
 mod aligned;
 pub mod backend;
 pub mod device;
+pub mod draw;
 mod export;
 mod load;
 #[cfg(target_vendor = "apple")]
@@ -91,11 +92,11 @@ pub enum LoadError {
         /// By the model.
         found: usize,
     },
-    /// Scales or biases in a type that the kernels don't read.
+    /// Values, scales or biases of a matrix in a type that the kernels don't read.
     #[error(
-        "the Metal kernels can't run this model: scales or biases of {module} are {found:?}, expected Bf16; use --device cpu"
+        "the Metal kernels can't run this model: floats of {module} are {found:?}, expected Bf16; use --device cpu"
     )]
-    Scales {
+    Floats {
         /// The module.
         module: String,
         /// Their type.

@@ -11,7 +11,7 @@ use crate::plan::{Contents, Features, Plan};
 use crate::program::{self, Shared};
 use crate::state::{Layout, StateMemory};
 use crate::steps::{Steps, extremes, scratch};
-use crate::{LoadError, Options, rope, source, steps, tensor_check, weights};
+use crate::{LoadError, Options, draw, rope, source, steps, tensor_check, weights};
 
 /// Steps that may be enqueued before the oldest is waited for.
 pub const IN_FLIGHT: usize = 2;
@@ -23,7 +23,9 @@ pub const MAX_SEGMENTS: usize = 32;
 pub struct Flight {
     /// Tokens, positions, and page tables.
     inputs: BufferId,
-    /// Of each segment: the token of the largest logit, and whether one is not finite.
+    /// Of each segment how its next token is drawn: words, changes, mask.
+    draws: [BufferId; 3],
+    /// Of each segment: the token that was drawn, and whether a logit is not finite.
     results: BufferId,
     /// f32 `[MAX_SEGMENTS, vocab]`.
     logits: BufferId,
@@ -35,13 +37,23 @@ pub struct Flight {
     hidden: usize,
 }
 
+/// Bytes of each part of a draw, of a segment of a sequence of `pages` pages.
+fn draw_bytes(vocab: usize, pages: usize) -> [usize; 3] {
+    let changes = draw::most_changes(vocab, pages * PAGE) * draw::CHANGE_WORDS;
+    [draw::WORDS, changes, draw::mask_words(vocab)].map(|words| 4 * words)
+}
+
 impl Flight {
     fn new(device: &mut dyn Device, config: &Config, rows: usize, pages: usize) -> Result<Self, LoadError> {
         let (vocab, hidden) = (config.vocab_size, config.hidden_size);
         let results = device.allocate(8 * MAX_SEGMENTS, "results of a step")?;
         // A step whose logits are not finite leaves the token as it was, and the next may read it: it must be one.
         device.write(Place { buffer: results, offset: 0 }, &[0; 8 * MAX_SEGMENTS]);
+        let [words, changes, mask] = draw_bytes(vocab, pages).map(|bytes| bytes * MAX_SEGMENTS);
+        let mut draws = |bytes| device.allocate(bytes, "draws of a step");
+        let draws = [draws(words)?, draws(changes)?, draws(mask)?];
         Ok(Self {
+            draws,
             inputs: device.allocate(8 * rows + 4 * pages * MAX_SEGMENTS, "inputs of a step")?,
             results,
             logits: device.allocate(4 * vocab * MAX_SEGMENTS, "logits")?,
@@ -55,7 +67,8 @@ impl Flight {
 
     /// What [`Self::new`] allocates.
     fn bytes(config: &Config, rows: usize, pages: usize) -> u64 {
-        let segment = 4 * pages + 8 + 4 * config.vocab_size;
+        let draw: usize = draw_bytes(config.vocab_size, pages).iter().sum();
+        let segment = 4 * pages + 8 + 4 * config.vocab_size + draw;
         (rows * (8 + 4 * config.hidden_size) + MAX_SEGMENTS * segment) as u64
     }
 
@@ -72,6 +85,12 @@ impl Flight {
     /// The page table of a segment.
     pub fn table(&self, segment: usize) -> Place {
         Place { buffer: self.inputs, offset: 8 * self.rows + 4 * self.pages * segment }
+    }
+
+    /// How the token that follows a segment is drawn: words, changes and mask.
+    pub fn draw(&self, segment: usize) -> [Place; 3] {
+        let bytes = draw_bytes(self.vocab, self.pages);
+        std::array::from_fn(|part| Place { buffer: self.draws[part], offset: segment * bytes[part] })
     }
 
     /// The token that follows a segment.

@@ -1,8 +1,8 @@
 //! What a step launches, as plain data: a host has only to encode it.
 //!
 //! A step has a [`Segment`] for each sequence that it advances. It reads tokens and positions from device memory, advances the
-//! states, and leaves the logits that are wanted, the token of the largest one as the sequence's next, and the next position. So
-//! the same list serves every step of the same segments.
+//! states, and leaves the logits that are wanted, a token drawn from the last ones as the sequence's next, and the next position.
+//! So the same list serves every step of the same segments.
 
 use std::ops::Range;
 
@@ -90,13 +90,15 @@ impl From<KvType> for Features {
 /// What a buffer holds.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Contents {
-    /// Codes of a quantised matrix, or of the matrices of all experts one behind the other, as in an MLX checkpoint. Named as in
-    /// [`lily_model::manifest`]. Aligned to 4 bytes.
+    /// Codes of a quantised matrix, or of the matrices of all experts one behind the other, as in an MLX checkpoint; of a matrix that
+    /// is not quantised, its values, bf16. Named as in [`lily_model::manifest`]. Aligned to 4 bytes, values to 2.
     Codes(String),
     /// Its scales, bf16.
     Scales(String),
     /// Its biases, bf16.
     Biases(String),
+    /// Four bytes that nobody reads, in place of what a matrix that is not quantised lacks: its scales or its biases.
+    Absent(String),
     /// A vector, f32, whatever the checkpoint has it in.
     Vector(String),
     /// [`crate::rope::turns`].
@@ -107,6 +109,12 @@ pub enum Contents {
     Position,
     /// Of a segment: the pages of its sequence, in order, u32 `[capacity / PAGE]`, rounded up. All layers use the same.
     Pages,
+    /// Of a segment: [`crate::draw::Draw::words`], how the token behind its last one is drawn.
+    Draw,
+    /// Of a segment: [`crate::draw::Draw::changes`].
+    Changes,
+    /// Of a segment: [`crate::draw::Draw::mask`].
+    Mask,
     /// Of a segment: u32, 1 if one of the last token's logits is not finite, else 0. Written if logits are wanted.
     Broken,
     /// f32, `[rows, vocab]`: those of the first segment, then those of the next one; see [`Want`].
@@ -337,15 +345,15 @@ pub enum PlanError {
     },
     /// The form of a matrix.
     #[error(
-        "the Metal kernels can't run this model: {module} is {found}, expected {expected} bits in groups of 64; use --device cpu"
+        "the Metal kernels can't run this model: {module} is {found}, expected {expected}; use --device cpu"
     )]
     Form {
         /// Its path.
         module: String,
         /// How it is stored.
         found: String,
-        /// Bits of its codes.
-        expected: usize,
+        /// How the first of its kind is stored.
+        expected: String,
     },
     /// Segments that make no step.
     #[error("a step can't be planned: {0}")]
@@ -367,7 +375,8 @@ pub fn plan_step(
     check_shapes(config)?;
     check_segments(segments)?;
     let modules = modules(config);
-    modules.iter().try_for_each(|module| check_form(config, module))?;
+    let bits = bits(config);
+    modules.iter().try_for_each(|module| check_form(config, bits, module))?;
     let one = matches!(segments, [Segment { tokens: 1, want: Want::Last | Want::All, .. }]);
     let mut builder = Builder::new(config, modules, segments, features.into());
     (0..segments.len()).for_each(|segment| builder.embed(segment));
@@ -415,7 +424,12 @@ fn check_shapes(c: &Config) -> Result<(), PlanError> {
     let shared_by = a.heads / a.kv_heads;
     let checks = [
         ("hidden_size", c.hidden_size, multiple(c.hidden_size, 64), "a multiple of 64"),
-        ("vocab_size", c.vocab_size, multiple(c.vocab_size, 4), "a multiple of 4"),
+        (
+            "vocab_size",
+            c.vocab_size,
+            multiple(c.vocab_size, 4) && c.vocab_size <= 1 << 19,
+            "a multiple of 4, at most 524288",
+        ),
         ("linear_num_value_heads", g.value_heads, multiple(g.value_heads, 4), "a multiple of 4"),
         (
             "linear_key_head_dim",
@@ -451,23 +465,51 @@ fn check_shapes(c: &Config) -> Result<(), PlanError> {
     }
 }
 
-/// Refuses matrices that aren't quantised as the published 4-bit model's are.
-fn check_form(config: &Config, module: &Module) -> Result<(), PlanError> {
-    if !matches!(module.kind, ModuleKind::Matrix { .. } | ModuleKind::Experts { .. }) {
+/// Bits of codes, for which there are kernels of their own; 16: values of bf16.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Bits {
+    /// Of all matrices but the routers'.
+    pub matrices: usize,
+    /// Of routers and of the gates of shared experts.
+    pub routers: usize,
+}
+
+/// Those of a model, by its first matrices of either kind: 4 and 8, as the published 4-bit model has them, or bf16.
+pub fn bits(config: &Config) -> Bits {
+    let modules = modules(config);
+    let quantised = |routers: bool| {
+        let first = modules.iter().find(|m| is_matrix(m) && is_router(&m.name) == routers);
+        first.is_some_and(|module| module.affine(config).is_some())
+    };
+    Bits { matrices: if quantised(false) { 4 } else { 16 }, routers: if quantised(true) { 8 } else { 16 } }
+}
+
+/// Whether a module is one of the small matrices that choose experts.
+pub fn is_router(name: &str) -> bool {
+    name.ends_with(".mlp.gate") || name.ends_with(".shared_expert_gate")
+}
+
+fn is_matrix(module: &Module) -> bool {
+    matches!(module.kind, ModuleKind::Matrix { .. } | ModuleKind::Experts { .. })
+}
+
+/// Refuses matrices that aren't stored as the first ones are.
+fn check_form(config: &Config, bits: Bits, module: &Module) -> Result<(), PlanError> {
+    let expected = if is_router(&module.name) { bits.routers } else { bits.matrices };
+    let affine = module.affine(config);
+    let right = match affine {
+        Some(Affine { bits, group_size }) => (bits, group_size) == (expected, GROUP),
+        None => expected == 16,
+    };
+    if right || !is_matrix(module) {
         return Ok(());
     }
-    let router = module.name.ends_with(".mlp.gate") || module.name.ends_with(".shared_expert_gate");
-    let expected = if router { 8 } else { 4 };
-    match module.affine(config) {
-        Some(Affine { bits, group_size: GROUP }) if bits == expected => Ok(()),
-        other => {
-            let found = match other {
-                Some(Affine { bits, group_size }) => format!("{bits} bits in groups of {group_size}"),
-                None => "not quantised".to_owned(),
-            };
-            Err(PlanError::Form { module: module.name.clone(), found, expected })
-        }
-    }
+    let name = |bits, group_size| match bits {
+        16 => "not quantised".to_owned(),
+        bits => format!("{bits} bits in groups of {group_size}"),
+    };
+    let found = affine.map_or_else(|| name(16, 0), |affine| name(affine.bits, affine.group_size));
+    Err(PlanError::Form { module: module.name.clone(), found, expected: name(expected, GROUP) })
 }
 
 #[cfg(test)]

@@ -29,6 +29,8 @@ pub struct Bound {
     pub position: Place,
     /// The table of its pages.
     pub pages: Place,
+    /// How its next token is drawn: words, changes and mask.
+    pub draw: [Place; 3],
     /// Where it is said whether a logit of its last token is not finite.
     pub broken: Place,
     /// The slot of its recurrent state.
@@ -54,6 +56,8 @@ enum Source {
     Next(usize),
     Position(usize),
     Pages(usize),
+    /// Of a segment, one of [`Bound::draw`].
+    Draw(usize, usize),
     Broken(usize),
     /// At so many bytes.
     X(usize),
@@ -131,6 +135,7 @@ impl Run {
             Source::Next(segment) => self.segments[segment].next,
             Source::Position(segment) => self.segments[segment].position,
             Source::Pages(segment) => self.segments[segment].pages,
+            Source::Draw(segment, part) => self.segments[segment].draw[part],
             Source::Broken(segment) => self.segments[segment].broken,
             Source::X(offset) => self.x.after(offset),
             Source::Logits(offset) => self.logits.after(offset),
@@ -148,11 +153,15 @@ fn source(
 ) -> Option<Source> {
     let fixed = |place: Place| Source::Fixed(Argument::Place(place.after(binding.offset)));
     Some(match contents {
+        Contents::Absent(_) => Source::Fixed(Argument::words(&[0])?),
         Contents::Numbers(words) => Source::Fixed(Argument::words(words)?),
         Contents::Token if binding.access == Access::Read => Source::Tokens(segment),
         Contents::Token => Source::Next(segment),
         Contents::Position => Source::Position(segment),
         Contents::Pages => Source::Pages(segment),
+        Contents::Draw => Source::Draw(segment, 0),
+        Contents::Changes => Source::Draw(segment, 1),
+        Contents::Mask => Source::Draw(segment, 2),
         Contents::Broken => Source::Broken(segment),
         Contents::Logits => Source::Logits(binding.offset),
         Contents::Scratch("x") => Source::X(binding.offset),

@@ -4,10 +4,10 @@ use std::fmt::Write;
 
 use lily_model::config::Config;
 
-use crate::plan::{Features, KvType, PAGE, PARTS};
+use crate::plan::{Features, KvType, PAGE, PARTS, bits};
 
 /// The files of `kernels/`, in the order in which they make one library.
-const FILES: [&str; 10] = [
+const FILES: [&str; 11] = [
     include_str!("../kernels/common.metal"),
     include_str!("../kernels/embed.metal"),
     include_str!("../kernels/matmul.metal"),
@@ -17,6 +17,7 @@ const FILES: [&str; 10] = [
     include_str!("../kernels/attend_rows.metal"),
     include_str!("../kernels/moe.metal"),
     include_str!("../kernels/experts.metal"),
+    include_str!("../kernels/sample.metal"),
     include_str!("../kernels/head.metal"),
 ];
 
@@ -54,6 +55,8 @@ pub fn source(config: &Config, features: impl Into<Features>) -> String {
     let features = features.into();
     let (g, a, m) = (&config.gdn, &config.attention, &config.moe);
     let shapes = [
+        ("MATRIX_BITS", bits(config).matrices),
+        ("ROUTER_BITS", bits(config).routers),
         ("HIDDEN", config.hidden_size),
         ("VOCAB", config.vocab_size),
         ("KEY_HEADS", g.key_heads),

@@ -202,9 +202,7 @@ fn source<'a>(weights: &'a Weights, contents: &Contents) -> Result<Option<Source
     let missing = || LoadError::Missing { contents: contents.name() };
     Ok(Some(match contents {
         Contents::Vector(name) => Source::Vector(vector(weights, name).ok_or_else(missing)?),
-        Contents::Codes(name) => {
-            Source::Parts(parts(weights, name, |form| Some(form.0)).ok_or_else(missing)?, CODES)
-        }
+        Contents::Codes(name) => codes(name, matrices(weights, name).ok_or_else(missing)?)?,
         Contents::Scales(name) => {
             Source::Parts(bf16_parts(weights, name, |form| form.1)?.ok_or_else(missing)?, FLOATS)
         }
@@ -213,6 +211,28 @@ fn source<'a>(weights: &'a Weights, contents: &Contents) -> Result<Option<Source
         }
         _ => return Ok(None),
     }))
+}
+
+/// The codes of matrices, or their values.
+fn codes<'a>(name: &str, matrices: Vec<&'a Matrix>) -> Result<Source<'a>, LoadError> {
+    let mut alignment = CODES;
+    let mut part = |matrix: &'a Matrix| match &matrix.form {
+        Form::Affine { codes, .. } => Ok(codes),
+        Form::Dense(values) => {
+            alignment = FLOATS;
+            bf16(name, values)
+        }
+    };
+    let parts = matrices.into_iter().map(&mut part).collect::<Result<_, _>>()?;
+    Ok(Source::Parts(parts, alignment))
+}
+
+/// The bytes of floats, which the kernels read as bf16.
+fn bf16<'a>(name: &str, floats: &'a Floats) -> Result<&'a Bytes, LoadError> {
+    match floats.dtype {
+        FloatType::Bf16 => Ok(&floats.data),
+        found => Err(LoadError::Floats { module: name.to_owned(), found }),
+    }
 }
 
 /// Codes, scales and biases of a matrix.
@@ -238,10 +258,7 @@ fn bf16_parts<'a>(
     part: impl Fn(Quantised<'a>) -> &'a Floats,
 ) -> Result<Option<Vec<&'a Bytes>>, LoadError> {
     let Some(floats) = parts(weights, name, |form| Some(part(form))) else { return Ok(None) };
-    if let Some(other) = floats.iter().find(|floats| floats.dtype != FloatType::Bf16) {
-        return Err(LoadError::Scales { module: name.to_owned(), found: other.dtype });
-    }
-    Ok(Some(floats.into_iter().map(|floats| &floats.data).collect()))
+    floats.into_iter().map(|floats| bf16(name, floats)).collect::<Result<_, _>>().map(Some)
 }
 
 /// The layer that a module belongs to, and the rest of its name.

@@ -148,8 +148,11 @@ fn program_scope(code: &str) -> Option<usize> {
 #[test]
 fn the_kernels_are_metal() {
     let Some(clang) = clang() else { return };
-    let nano = common::model::folder("tests/data/nano/mlx-4bit/config.json");
-    for config in [std::fs::read(nano).unwrap(), CONFIG_35B_A3B.into()] {
+    let nano = |form: &str| {
+        let file = format!("tests/data/nano/{form}/config.json");
+        std::fs::read(common::model::folder(&file)).unwrap()
+    };
+    for config in [nano("mlx-4bit"), nano("hf"), CONFIG_35B_A3B.into()] {
         let config = Config::from_json(&config).unwrap();
         for (kv, tensor) in [KvType::Bf16, KvType::F32].into_iter().flat_map(|kv| [(kv, false), (kv, true)]) {
             let features = Features { kv, tensor };

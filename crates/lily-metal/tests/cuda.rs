@@ -8,18 +8,21 @@ mod common;
 use std::slice::from_mut;
 use std::sync::Arc;
 
+use common::draws;
 use common::gpu::{Gpu, code, context, enqueue, options, wanted};
-use common::model::{Model, edge_shapes, folder};
+use common::model::{Model, edge_shapes, folder, unquantised};
 use common::signature::signatures;
 use common::text::{Way, whole};
 use common::{Guard, Kernels, Order, Shape};
 use lily_cuda::compile::Compiler;
 use lily_cuda::driver::{Buffer, Context, Event, Function};
 use lily_cuda::profile::{copy_bandwidth, median_us};
+use lily_metal::draw::Draw;
 use lily_metal::plan::{self, Contents, Features, KvType, Launch, Plan, Segment, State, Want};
 use lily_metal::{plan_step, source};
 use lily_model::config::Config;
 use lily_model::presets::CONFIG_35B_A3B;
+use lily_model::sample::SampleParams;
 
 const WRONG: &str = include_str!("shim/wrong.metal");
 const WRONG_TENSORS: &str = include_str!("shim/wrong_tensors.metal");
@@ -59,8 +62,15 @@ fn real() -> Config {
 #[test]
 fn the_kernels_compile_for_an_nvidia_gpu() {
     let Some(compiler) = compiler() else { return };
-    for (kv, tensor) in [(KvType::Bf16, false), (KvType::F32, false), (KvType::Bf16, true)] {
-        let source = source::source(&real(), Features { kv, tensor });
+    let bf16 = Config { quantization: None, ..real() };
+    for (config, kv, tensor) in [
+        (real(), KvType::Bf16, false),
+        (real(), KvType::F32, false),
+        (bf16.clone(), KvType::Bf16, false),
+        (real(), KvType::Bf16, true),
+        (bf16, KvType::Bf16, true),
+    ] {
+        let source = source::source(&config, Features { kv, tensor });
         let signatures = signatures(&source).unwrap();
         let text = whole(&source, &signatures, Way::Cuda);
         let log = compiler.compile("metal.cu", &text, &options(&source, "sm_90a")).unwrap().log;
@@ -80,9 +90,12 @@ fn the_kernels_compile_for_an_nvidia_gpu() {
 #[ignore = "half a minute: makes random models"]
 fn all_that_runs_on_a_gpu_compiles() {
     let Some(compiler) = compiler() else { return };
-    let files = ["tests/data/nano/mlx-4bit", "models/demo"].map(|path| Model::load(&folder(path)).config);
+    let files = ["tests/data/nano/mlx-4bit", "tests/data/nano/hf", "models/demo"]
+        .map(|path| Model::load(&folder(path)).config);
     let edges = edge_shapes().into_iter().map(|(_, model)| model.config);
-    let models = files.into_iter().chain(edges).chain([real()]);
+    let unquantised = [true, false].map(|all| unquantised(all, 5).config);
+    let draws = draws::VOCABULARIES.map(draws::config);
+    let models = files.into_iter().chain(edges).chain(unquantised).chain(draws).chain([real()]);
     let features =
         [KvType::Bf16, KvType::F32].map(|kv| [Features { kv, tensor: false }, Features { kv, tensor: true }]);
     let sources = models.flat_map(|c| features.concat().into_iter().map(move |f| source::source(&c, f)));
@@ -169,6 +182,9 @@ impl Device {
             let exact: Vec<u8> = match &buffer.contents {
                 Contents::Turns => turns.iter().flat_map(|t| t.to_le_bytes()).collect(),
                 Contents::Numbers(numbers) => words(&mut numbers.iter().copied()),
+                Contents::Draw => {
+                    words(&mut Draw::new(&SampleParams::greedy(), &[], false, 0).words.into_iter())
+                }
                 Contents::Pages => words(&mut (0..count)),
                 Contents::Token => words(&mut (0..count).map(|i| (i * 7919 + 1) % vocab)),
                 _ => Vec::new(),

@@ -6,18 +6,19 @@ mod common;
 
 use std::collections::HashMap;
 
+use common::draws::{self, Drawer};
 use common::machine::{Machine, Step};
-use common::model::{Model, edge_shapes, folder, random};
+use common::model::{Model, edge_shapes, folder, random, unquantised};
 use common::signature::{Parameter, Signature, signatures};
 use common::{Guard, ORDERS};
 use fastrand::Rng;
 use half::bf16;
+use lily_metal::draw::Draw;
 use lily_metal::plan::{Access, Binding, Contents, Features, KvType, Launch, Segment, State, Want};
-use lily_metal::selftest::Launched;
+use lily_metal::selftest::{Drawn, Launched};
 use lily_metal::{plan_step, source};
 use lily_model::config::Config;
 use lily_model::presets::CONFIG_35B_A3B;
-use lily_model::sample::argmax;
 
 /// Of the largest value.
 const TOLERANCE: f32 = 2e-5;
@@ -132,7 +133,7 @@ fn check_launch(
                 let tolerance = if rounds { BF16_TOLERANCE } else { TOLERANCE };
                 assert_close(&what, &launched.merged(&got_values, &weights), &expected, tolerance);
             }
-            Contents::Scratch("chosen" | "order" | "tiles" | "best_tokens") => {
+            Contents::Scratch("chosen" | "order" | "tiles" | "best") => {
                 let bits = |x: Vec<f32>| x.into_iter().map(f32::to_bits).collect::<Vec<_>>();
                 assert_eq!(bits(got_values), bits(expected), "{what}");
             }
@@ -151,7 +152,7 @@ fn check_launch(
 }
 
 /// Checks what a step leaves for the next one.
-fn check_end(name: &str, machine: &mut Machine, step: &mut Step, positions: &[usize]) {
+fn check_end(name: &str, machine: &mut Machine, step: &mut Step, positions: &[usize], drawn: &[Drawn]) {
     let mut rows = 0;
     let vocab = machine.model.config.vocab_size;
     for (segment, (Segment { tokens, want, .. }, start)) in
@@ -163,14 +164,14 @@ fn check_end(name: &str, machine: &mut Machine, step: &mut Step, positions: &[us
         if want != Want::Nothing {
             let next = [word(Contents::Token), word(Contents::Broken)];
             let logits = machine.of(step, 0, &Contents::Logits).floats();
-            let best = argmax(&logits[(rows - 1) * vocab..rows * vocab]);
-            assert_eq!(next, [best, 0], "{name}, segment {segment}");
+            let expected = drawn[segment].token(&logits[(rows - 1) * vocab..rows * vocab]);
+            assert_eq!(next, [expected, 0], "{name}, segment {segment}: {:?}", drawn[segment].params);
         }
     }
 }
 
 /// A step of sequences at positions, with random state and so many random tokens each.
-fn prepared(machine: &mut Machine, segments: &[(usize, usize, Want)]) -> Step {
+fn prepared(machine: &mut Machine, segments: &[(usize, usize, Want)]) -> (Step, Vec<Drawn>) {
     let mut random = Rng::with_seed(segments.len() as u64);
     let feeds: Vec<_> = segments
         .iter()
@@ -182,22 +183,32 @@ fn prepared(machine: &mut Machine, segments: &[(usize, usize, Want)]) -> Step {
         })
         .collect();
     let mut step = machine.step(&feeds);
-    for (segment, &(position, tokens, _)) in segments.iter().enumerate() {
+    let mut drawn = Vec::new();
+    for (segment, &(position, tokens, want)) in segments.iter().enumerate() {
         randomise(machine, &mut step, segment, position, &mut random);
         let vocab = machine.model.config.vocab_size as u32;
         let tokens: Vec<u32> = (0..tokens).map(|_| random.u32(0..vocab)).collect();
+        let how = Drawn::random(machine.draws, position, &tokens, vocab as usize, &mut random);
+        if want != Want::Nothing {
+            let Draw { words, changes, mask } = how.draw(vocab as usize);
+            machine.of(&mut step, segment, &Contents::Draw).put(words);
+            machine.of(&mut step, segment, &Contents::Changes).put(changes);
+            machine.of(&mut step, segment, &Contents::Mask).put(mask);
+            machine.draws += 1;
+        }
+        drawn.push(how);
         machine.of(&mut step, segment, &Contents::Token).put(tokens);
     }
-    step
+    (step, drawn)
 }
 
 /// Checks a whole step of such sequences.
 fn check(name: &str, machine: &mut Machine, segments: &[(usize, usize, Want)], before: Before) {
-    let mut step = prepared(machine, segments);
+    let (mut step, drawn) = prepared(machine, segments);
     let name = format!("{name}, {segments:?}");
     check_step(&name, machine, &mut step, before);
     let positions: Vec<usize> = segments.iter().map(|s| s.0).collect();
-    check_end(&name, machine, &mut step, &positions);
+    check_end(&name, machine, &mut step, &positions, &drawn);
 }
 
 /// One token at each position, in every order.
@@ -242,6 +253,23 @@ fn each_kernel_with_tensor_operations_computes_what_the_reference_does() {
     let chunk: &[_] = &[(31, 37, Want::Last)];
     let mixed: &[_] = &[(0, 11, Want::All), (40, 1, Want::Nothing), (5, 3, Want::Last)];
     check_batches("nano", &mut machine, &[chunk, mixed]);
+}
+
+/// Matrices of bf16, and of 4 bits with routers of bf16.
+#[test]
+fn each_kernel_of_a_model_in_bf16_computes_what_the_reference_does() {
+    for (all, name) in [(true, "bf16"), (false, "bf16 routers")] {
+        let model = unquantised(all, 5);
+        let mut machine = model.machine(KvType::F32, Guard::End);
+        check_tokens(name, &mut machine, &[0, 70]);
+        let chunk: &[_] = &[(60, 70, Want::Last)];
+        let few: &[_] = &[(3, 4, Want::All), (0, 1, Want::Last)];
+        let some: &[_] = &[(31, 18, Want::Last)];
+        check_batches(name, &mut machine, &[chunk, few, some]);
+        check_batches(name, &mut model.machine(TENSOR, Guard::End), &[chunk, some]);
+        machine = model.machine(KvType::F32, Guard::Start);
+        check_batches(name, &mut machine, &[few, some]);
+    }
 }
 
 /// Positions: the first ones, on both sides of an edge between parts, and with all parts in use.
@@ -344,7 +372,7 @@ const CHUNKED: [&[(usize, usize, Want)]; 3] = [
 
 /// Checks the step's first layer, up to its delta rule.
 fn check_chunks(name: &str, machine: &mut Machine, segments: &[(usize, usize, Want)], before: Before) {
-    let mut step = prepared(machine, segments);
+    let (mut step, _) = prepared(machine, segments);
     let last = step.plan.launches.iter().position(|l| l.kernel == "keep_inputs").unwrap();
     step.plan.launches.truncate(last);
     check_step(&format!("{name}, {segments:?}"), machine, &mut step, before);
@@ -428,7 +456,8 @@ fn values_may_be_very_large_or_small() {
     }
 }
 
-/// Those barriers of a text, by number from `first` on, without which `check` still passes; and how many there are in all.
+/// Those barriers of a text, by number from `first` on, without which `check` still passes; and how many there are in all. Those of
+/// draws are tried with draws, from more groups than one SIMD-group has.
 fn survivors(
     model: &Model,
     features: Features,
@@ -436,13 +465,25 @@ fn survivors(
     check: impl Fn(&mut Machine),
 ) -> (Vec<usize>, usize) {
     const BARRIER: &str = "threadgroup_barrier(mem_flags::";
-    let source = source::source(&model.config, features);
-    let barriers: Vec<usize> = source.match_indices(BARRIER).map(|(at, _)| at).collect();
+    let text = source::source(&model.config, features);
+    let barriers: Vec<usize> = text.match_indices(BARRIER).map(|(at, _)| at).collect();
+    let without = |text: &str, i: usize| {
+        let (at, _) = text.match_indices(BARRIER).nth(i).unwrap();
+        let (before, after) = text.split_at(at);
+        format!("{before}{}", after.split_once(';').unwrap().1)
+    };
+    let of_draws =
+        text.find("// How a token is drawn").unwrap()..text.find("// `lm_head` and `finish`").unwrap();
+    let wide = draws::config(2000);
+    let passes =
+        |check: &mut dyn FnMut()| std::panic::catch_unwind(std::panic::AssertUnwindSafe(check)).is_ok();
     let survives = |&i: &usize| {
-        let (before, after) = source.split_at(barriers[i]);
-        let mutant = format!("{before}{}", after.split_once(';').unwrap().1);
-        let mut machine = model.machine_of(&mutant, features, Guard::End);
-        std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| check(&mut machine))).is_ok()
+        if of_draws.contains(&barriers[i]) {
+            let mut drawer = Drawer::new(&wide, &without(&source::source(&wide, features), i));
+            return passes(&mut || drop(drawer.check(24, 1)));
+        }
+        let mut machine = model.machine_of(&without(&text, i), features, Guard::End);
+        passes(&mut || check(&mut machine))
     };
     ((first..barriers.len()).filter(survives).collect(), barriers.len())
 }
@@ -456,7 +497,7 @@ fn every_barrier_is_needed() {
         check_tokens("mutant", machine, &[130, 131, 2100]);
         check_batches("mutant", machine, &steps);
     });
-    assert_eq!(all, 22);
+    assert_eq!(all, 28);
     assert!(survivors.is_empty(), "barriers that can be removed unseen, of all in order: {survivors:?}");
 }
 
@@ -467,8 +508,8 @@ fn every_barrier_of_tensor_operations_is_needed() {
     let steps: [&[_]; 3] = [&[(0, 65, Want::Last)], &[(2100, 17, Want::Last)], &[(60, 33, Want::Last)]];
     // Nano's rows are brought at once.
     let model = random(&[("hidden_size", 128.into())], 9);
-    let (survivors, all) = survivors(&model, TENSOR, 22, |machine| check_batches("mutant", machine, &steps));
-    assert_eq!(all, 29);
+    let (survivors, all) = survivors(&model, TENSOR, 28, |machine| check_batches("mutant", machine, &steps));
+    assert_eq!(all, 35);
     assert!(survivors.is_empty(), "barriers that can be removed unseen, of all in order: {survivors:?}");
 }
 

@@ -20,8 +20,8 @@ fn failed(report: &Report) -> Vec<&str> {
 
 #[test]
 fn right_kernels_pass() {
-    let model = nano();
-    for kv in [KvType::Bf16, KvType::F32] {
+    let (quantised, bf16) = (nano(), Model::load(&folder("tests/data/nano/hf")));
+    for (model, kv) in [(&quantised, KvType::Bf16), (&quantised, KvType::F32), (&bf16, KvType::Bf16)] {
         let report = run(&mut ShimDevice::new(1 << 30), &model.config, &model.weights, kv).unwrap();
         println!("{report}");
         assert!(report.passed(), "{report}");
@@ -39,7 +39,7 @@ fn right_kernels_pass() {
 #[test]
 fn a_broken_kernel_is_named_with_what_it_did() {
     let model = nano();
-    let mutants: [(&[&str], _, _, _); 4] = [
+    let mutants: [(&[&str], _, _, _); 5] = [
         (&["gate_up"], "= weight * silu(g) * u;", "= weight * silu(u) * g;", "middle["),
         (&["finish", "advance"], "position[0] += rows[0];", "position[0] += 2;", "position is Some("),
         // `delta_chunks` is held to tokens one by one, whatever it gets.
@@ -49,6 +49,7 @@ fn a_broken_kernel_is_named_with_what_it_did() {
             "i == c ? entered : 0.0f",
             "chunk_matrices[",
         ),
+        (&["finish"], "counter[0]) * 0xd2511f53u", "counter[0]) * 0xd2511f51u", "token is Some("),
         // What is not written shows in the logits.
         (&["finish", "append"], "q + ulong(row) * QUERY_WIDTH", "q + 99999999", "outside of its memory"),
     ];

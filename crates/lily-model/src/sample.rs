@@ -44,6 +44,47 @@ impl SampleParams {
         self.mask.as_ref().is_none_or(|mask| is_set(mask, token))
     }
 
+    /// Whether the token is the largest logit, as the model computed it.
+    pub fn takes_largest(&self) -> bool {
+        self.temperature <= 0.0 && self.mask.is_none() && self.logit_bias.is_empty() && !self.penalises()
+    }
+
+    fn penalises(&self) -> bool {
+        self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
+    }
+
+    /// What bias and penalties do to single tokens, by token. `history`: every token of the sequence so far.
+    pub fn changes(&self, history: &[u32]) -> Vec<Change> {
+        let bias = |&(token, bias): &(u32, f32)| Change { token, bias, seen: false, generated: 0 };
+        let mut all: Vec<Change> = self.logit_bias.iter().map(bias).collect();
+        // Of the prompt only that penalty knows.
+        let first = if self.repetition_penalty == 1.0 { self.generated_from as usize } else { 0 };
+        if self.penalises() {
+            let seen = |(i, &token): (usize, &u32)| {
+                let generated = u32::from(i >= self.generated_from as usize);
+                Change { token, bias: 0.0, seen: true, generated }
+            };
+            all.extend(history.iter().enumerate().skip(first).map(seen));
+        }
+        // Stable, so that biases of one token are summed in their order.
+        all.sort_by_key(|change| change.token);
+        all.dedup_by(|change, first| {
+            let same = change.token == first.token;
+            if same {
+                first.bias += change.bias;
+                first.seen |= change.seen;
+                first.generated += change.generated;
+            }
+            same
+        });
+        all
+    }
+
+    /// What presence and frequency take from the logit of a token that was generated so many times.
+    pub fn penalty(&self, generated: u32) -> f32 {
+        if generated == 0 { 0.0 } else { self.presence_penalty + self.frequency_penalty * generated as f32 }
+    }
+
     /// The most likely token, nothing else.
     pub fn greedy() -> Self {
         Self {
@@ -61,6 +102,19 @@ impl SampleParams {
             logprobs: None,
         }
     }
+}
+
+/// What a request does to the logit of a token: bias, then penalties.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Change {
+    /// Its id.
+    pub token: u32,
+    /// What is added: the sum of its biases.
+    pub bias: f32,
+    /// Whether it is in the sequence and there is a penalty for that.
+    pub seen: bool,
+    /// How often it was generated.
+    pub generated: u32,
 }
 
 /// A token that was drawn.
@@ -153,25 +207,14 @@ fn most_likely_first(a: &(u32, f32), b: &(u32, f32)) -> Ordering {
 
 /// Bias, penalties and mask.
 fn adjust(logits: &mut [f32], history: &[u32], p: &SampleParams) {
-    for &(token, bias) in p.logit_bias.iter() {
-        if let Some(x) = logits.get_mut(token as usize) {
-            *x += bias;
-        }
-    }
-    if p.repetition_penalty != 1.0 {
-        for_each_distinct(history, |token, _| {
-            if let Some(x) = logits.get_mut(token as usize) {
+    for change in p.changes(history) {
+        if let Some(x) = logits.get_mut(change.token as usize) {
+            *x += change.bias;
+            if change.seen && p.repetition_penalty != 1.0 {
                 *x = if *x > 0.0 { *x / p.repetition_penalty } else { *x * p.repetition_penalty };
             }
-        });
-    }
-    if p.presence_penalty != 0.0 || p.frequency_penalty != 0.0 {
-        let generated = history.get(p.generated_from as usize..).unwrap_or(&[]);
-        for_each_distinct(generated, |token, count| {
-            if let Some(x) = logits.get_mut(token as usize) {
-                *x -= p.presence_penalty + p.frequency_penalty * count as f32;
-            }
-        });
+            *x -= p.penalty(change.generated);
+        }
     }
     if let Some(mask) = &p.mask {
         for (token, x) in (0u32..).zip(logits.iter_mut()) {
@@ -185,14 +228,6 @@ fn adjust(logits: &mut [f32], history: &[u32], p: &SampleParams) {
 /// The bit of a token; those that a short mask does not reach are 0.
 fn is_set(mask: &[u32], token: u32) -> bool {
     mask.get(token as usize / 32).is_some_and(|word| word >> (token % 32) & 1 == 1)
-}
-
-fn for_each_distinct(tokens: &[u32], mut f: impl FnMut(u32, usize)) {
-    let mut sorted = tokens.to_vec();
-    sorted.sort_unstable();
-    for run in sorted.chunk_by(|a, b| a == b) {
-        f(run[0], run.len());
-    }
 }
 
 /// Tokens that survive top-k, top-p and min-p, with their logits over the temperature.
@@ -329,6 +364,26 @@ mod tests {
         assert_eq!(pick(&SampleParams { repetition_penalty: 1.1, ..base.clone() }, &[0]), 1);
         assert_eq!(pick(&SampleParams { logit_bias: Arc::new([(2, 100.0)]), ..base.clone() }, &[]), 2);
         assert_eq!(pick(&SampleParams { mask: Some(Arc::new([0b1000])), ..base }, &[]), 3);
+    }
+
+    #[test]
+    fn a_token_has_one_change_however_often_it_is_named_or_seen() {
+        let p = SampleParams {
+            logit_bias: Arc::new([(7, 1.0), (3, 0.5), (7, 2.0)]),
+            presence_penalty: 0.5,
+            frequency_penalty: 0.25,
+            generated_from: 2,
+            ..params()
+        };
+        let history = [9, 3, 7, 9, 7];
+        let change = |token, bias, seen, generated| Change { token, bias, seen, generated };
+        let generated = [change(3, 0.5, false, 0), change(7, 3.0, true, 2), change(9, 0.0, true, 1)];
+        assert_eq!(p.changes(&history), generated);
+        assert_eq!([0, 1, 2].map(|n| p.penalty(n)), [0.0, 0.75, 1.0]);
+        let all = SampleParams { repetition_penalty: 1.1, ..p }.changes(&history);
+        assert_eq!(all, [change(3, 0.5, true, 0), generated[1], change(9, 0.0, true, 1)]);
+        let none = SampleParams { generated_from: 0, ..SampleParams::greedy() };
+        assert_eq!((none.changes(&history), none.takes_largest()), (vec![], true));
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Waits for steps and reads what they left.
 
 use lily_model::backend::{Output, SegmentError, SeqId, StepOutput, Want};
-use lily_model::sample::{Sampled, first_non_finite, sample};
+use lily_model::sample::{Sampled, first_non_finite, logprobs};
 
 use super::{Asked, Last, MetalBackend, Pending, needs_logits};
 use crate::device::{Device, DeviceError, Place};
@@ -49,8 +49,7 @@ impl<D: Device> MetalBackend<D> {
     ) -> Result<Output, SegmentError> {
         outcome.clone().map_err(|e| SegmentError::Device(e.to_string()))?;
         self.check_finite(&asked, flight)?;
-        let needs_logits = needs_logits(&asked.want);
-        if needs_logits {
+        if needs_logits(&asked.want) {
             self.read_logits(&mut asked, flight);
         }
         let vocab = self.config.vocab_size;
@@ -66,15 +65,12 @@ impl<D: Device> MetalBackend<D> {
             Want::Logits(_) => return Ok(Output::Logits(asked.logits)),
             Want::Sample(params) => params,
         };
-        let sampled = if needs_logits {
-            let history = self.sequences.get(&asked.seq).map_or(&[][..], |s| &s.tokens);
-            sample(&mut asked.logits, history, &params)
-        } else {
-            if self.word(flight.broken(segment)) != 0 {
-                return Err(SegmentError::NonFinite { position: asked.start + asked.rows.len() as u32 - 1 });
-            }
-            Sampled { token: self.word(flight.next(segment)), logprobs: None }
-        };
+        if self.word(flight.broken(segment)) != 0 {
+            return Err(SegmentError::NonFinite { position: asked.start + asked.rows.len() as u32 - 1 });
+        }
+        let token = self.word(flight.next(segment));
+        let logprobs = params.logprobs.map(|n| logprobs(&asked.logits, token, n));
+        let sampled = Sampled { token, logprobs };
         self.learn(asked.seq, flight.next(segment), sampled.token);
         Ok(Output::Sampled(sampled))
     }

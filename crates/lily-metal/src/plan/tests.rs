@@ -46,6 +46,7 @@ fn plans() -> Vec<Plan> {
         .collect()
 }
 
+/// However its successor is drawn: no plan depends on that.
 #[test]
 fn a_token_of_the_real_model_takes_at_most_270_kernels_and_stages() {
     let (_, plan) = real();
@@ -263,6 +264,21 @@ fn every_weight_is_used() {
     assert_eq!((matrices + vectors / 2) as u64, Footprint::new(&config).stored());
 }
 
+/// Of bf16 values or with quantised matrices: as many bytes as the file has, and the same launches.
+#[test]
+fn a_token_of_a_model_in_bf16_takes_the_same_launches() {
+    let config = Config { quantization: None, ..config() };
+    let plan = plan(&config, 4096, KvType::Bf16).unwrap();
+    let f = Footprint::new(&config);
+    let least = f.read_per_token() + 2 * 4 * (f.recurrent_values + f.conv_values);
+    let ratio = plan.bytes() as f64 / least as f64;
+    println!("{} bytes, {ratio:.4} times what must be", plan.bytes());
+    assert!((1.0..1.05).contains(&ratio), "{ratio}");
+    let kernels = |plan: &Plan| plan.launches.iter().map(|l| l.kernel).collect::<Vec<_>>();
+    assert_eq!(kernels(&plan), kernels(&real().1));
+    assert!(plan.buffers.iter().all(|b| !matches!(b.contents, Contents::Scales(_) | Contents::Biases(_))));
+}
+
 #[test]
 fn models_that_the_kernels_are_not_written_for_are_refused() {
     let refused = |change: fn(&mut Config)| {
@@ -274,8 +290,14 @@ fn models_that_the_kernels_are_not_written_for_are_refused() {
     assert!(e.contains("head_dim is 80, expected a multiple of 32, at most 256; use --device cpu"), "{e}");
     let e = refused(|c| c.attention.kv_heads = 3);
     assert!(e.contains("query heads per K/V head is 5, expected at most 4, or 8 or 16"), "{e}");
-    let e = refused(|c| c.quantization = None);
-    assert!(e.contains("is not quantised, expected "), "{e}");
+    let e = refused(|c| c.vocab_size = 600_000);
+    assert!(e.contains("vocab_size is 600000, expected a multiple of 4, at most 524288"), "{e}");
+    let e = refused(|c| {
+        if let Some(q) = &mut c.quantization {
+            q.overrides.insert("language_model.lm_head".to_owned(), None);
+        }
+    });
+    assert!(e.contains("lm_head is not quantised, expected 4 bits in groups of 64; use --device cpu"), "{e}");
     let e = refused(|c| {
         if let Some(q) = &mut c.quantization {
             q.overrides.clear();

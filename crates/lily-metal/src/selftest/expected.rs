@@ -7,8 +7,10 @@ use lily_cpu::math::{rms_norm, rotary, rotate, sigmoid};
 use lily_cpu::reference::matvec;
 use lily_model::config::Config;
 use lily_model::matrix::Matrix;
+use lily_model::sample::{SampleParams, argmax};
 use lily_model::weights::{Attention, Gdn, Layer, Mixer, Weights};
 
+use crate::draw::{self, Draw};
 use crate::plan::{Contents, KvType, State};
 
 mod experts;
@@ -166,9 +168,8 @@ impl Launched<'_> {
             "gate_up" => self.gate_up()?,
             "down" => self.down()?,
             "norm_rows" => self.norm_rows()?,
-            "matmul" | "matmul_16" | "matmul_q8" | "matmul_few" | "matmul_tensor" | "matmul_tensor_32" => {
-                self.matmul(rounds)?
-            }
+            "matmul" | "matmul_16" | "matmul_router" | "matmul_few" | "matmul_tensor"
+            | "matmul_tensor_32" => self.matmul(rounds)?,
             "route" => self.route()?,
             "sort_pairs" => self.sort_pairs()?,
             "gate_up_rows" | "gate_up_tensor" => self.gate_up_rows(rounds)?,
@@ -382,13 +383,19 @@ impl Launched<'_> {
         vec![scratch("attended", gated.collect())]
     }
 
+    /// The first logit of each group, if nothing changes them; what else a draw makes of them shows in its token.
     fn best(&self) -> Expected {
+        let Some(draw) = self.before.get(&Contents::Draw) else { return Vec::new() };
+        let plain = Draw::new(&SampleParams::greedy(), &[], false, self.config.vocab_size).words;
+        // Kind, changes and mask.
+        if [4, 11, 13].iter().any(|&word| draw[word].to_bits() != plain[word]) {
+            return Vec::new();
+        }
         let logits = self.before.get(&Contents::Logits).map_or(&[][..], Vec::as_slice);
-        let first = |(block, logits): (usize, &[f32])| {
-            let best = lily_model::sample::argmax(logits) as usize;
-            (logits[best], bits(block * 32 + best))
+        let first = |(group, logits): (usize, &[f32])| {
+            let best = argmax(logits) as usize;
+            [logits[best], 0.0, bits(group * draw::GROUP + best)]
         };
-        let (logits, tokens) = logits.chunks(32).enumerate().map(first).unzip();
-        vec![scratch("best_logits", logits), scratch("best_tokens", tokens)]
+        vec![scratch("best", logits.chunks(draw::GROUP).enumerate().flat_map(first).collect())]
     }
 }

@@ -1,6 +1,7 @@
 //! Runs every kernel of a step on a device and compares what it leaves with the CPU's functions: what `lily doctor` does on the
 //! machine of whoever has one, and a test on every machine.
 
+mod draws;
 mod expected;
 mod report;
 
@@ -9,12 +10,12 @@ use std::time::{Duration, Instant};
 
 use half::bf16;
 use lily_model::config::Config;
-use lily_model::sample::argmax;
 use lily_model::weights::Weights;
 
 use crate::device::{Argument, Device, Dispatch, Place};
 use crate::plan::{Binding, Contents, Features, KvType, Launch, PAGE, Plan, State, Want};
 use crate::{LoadError, load, source, steps, weights};
+pub use draws::Drawn;
 pub use expected::Launched;
 pub use report::Report;
 
@@ -25,13 +26,15 @@ const BF16_TOLERANCE: f32 = 1e-2;
 /// Positions of a sequence, at most.
 const CAPACITY: usize = 192;
 
-/// Steps that between them launch every kernel: of each sequence the position, the tokens, and what is wanted.
-const STEPS: [&[(usize, usize, Want)]; 5] = [
+/// Steps that between them launch every kernel, and draw in every way: of each sequence the position, the tokens, and what is wanted.
+const STEPS: [&[(usize, usize, Want)]; 7] = [
     &[(0, 1, Want::Last)],
     &[(130, 1, Want::Last)],
     &[(62, 3, Want::All), (5, 1, Want::Nothing)],
     &[(1, 70, Want::Last)],
     &[(130, 20, Want::Nothing), (0, 11, Want::All), (7, 1, Want::Last)],
+    &[(9, 1, Want::Last)],
+    &[(3, 1, Want::Last)],
 ];
 
 /// How a kernel did.
@@ -63,14 +66,24 @@ struct Bench<'a> {
     kv: KvType,
     /// Of weights and tables.
     fixed: HashMap<Contents, Place>,
+    /// Draws so far.
+    draws: usize,
 }
 
 /// A step with memory for everything that is not fixed.
 struct Step {
     plan: Plan,
     arguments: Vec<Argument>,
-    /// Positions of its sequences, before it.
-    positions: Vec<usize>,
+    segments: Vec<Segment>,
+}
+
+/// A segment of a step.
+struct Segment {
+    /// Of its sequence, before the step.
+    position: usize,
+    tokens: Vec<u32>,
+    want: Want,
+    drawn: Drawn,
 }
 
 /// Tests all kernels that steps of this model launch, with the model's own weights and random state.
@@ -107,7 +120,7 @@ pub fn run_source(
         fixed = weights::place(device, weights, plan, false)?.places;
         fixed.insert(Contents::Turns, load::turns(device, config)?);
     }
-    let mut bench = Bench { device, config, weights, kv: features.kv, fixed };
+    let mut bench = Bench { device, config, weights, kv: features.kv, fixed, draws: 0 };
     let mut random = fastrand::Rng::with_seed(3);
     for (plan, segments) in plans.into_iter().zip(STEPS) {
         let step = bench.prepare(plan, segments, &mut random)?;
@@ -157,6 +170,14 @@ impl Bench<'_> {
         segments: &[(usize, usize, Want)],
         random: &mut fastrand::Rng,
     ) -> Result<Step, LoadError> {
+        let vocab = self.config.vocab_size;
+        let mut segment = |&(position, count, want): &(usize, usize, Want)| {
+            let tokens: Vec<u32> = (0..count).map(|_| random.u32(0..vocab as u32)).collect();
+            let drawn = Drawn::random(self.draws, position, &tokens, vocab, random);
+            self.draws += usize::from(want != Want::Nothing);
+            Segment { position, tokens, want, drawn }
+        };
+        let segments: Vec<Segment> = segments.iter().map(&mut segment).collect();
         let mut arguments = Vec::new();
         for buffer in &plan.buffers {
             let missing = || LoadError::Missing { contents: buffer.contents.name() };
@@ -164,17 +185,22 @@ impl Bench<'_> {
                 arguments.push(Argument::words(words).ok_or_else(missing)?);
                 continue;
             }
+            if let Contents::Absent(_) = &buffer.contents {
+                arguments.push(Argument::words(&[0]).ok_or_else(missing)?);
+                continue;
+            }
             let place = match self.fixed.get(&buffer.contents) {
                 Some(&place) => place,
                 None => Place { buffer: self.device.allocate(buffer.bytes, "the self-test")?, offset: 0 },
             };
-            let position = segments.get(buffer.segment).map_or(0, |s| s.0);
-            if let Some(bytes) = self.at_first(&buffer.contents, buffer.bytes, position, random) {
+            if let Some(segment) = segments.get(buffer.segment)
+                && let Some(bytes) = self.at_first(&buffer.contents, buffer.bytes, segment, random)
+            {
                 self.device.write(place, &bytes);
             }
             arguments.push(Argument::Place(place));
         }
-        Ok(Step { plan, arguments, positions: segments.iter().map(|s| s.0).collect() })
+        Ok(Step { plan, arguments, segments })
     }
 
     /// What a buffer holds before the step, if that matters.
@@ -182,15 +208,17 @@ impl Bench<'_> {
         &self,
         contents: &Contents,
         bytes: usize,
-        position: usize,
+        segment: &Segment,
         random: &mut fastrand::Rng,
     ) -> Option<Vec<u8>> {
         let words = |words: Vec<u32>| words.into_iter().flat_map(u32::to_le_bytes).collect();
+        let draw = || segment.drawn.draw(self.config.vocab_size);
         Some(match contents {
-            Contents::Token => {
-                words((0..bytes / 4).map(|_| random.u32(0..self.config.vocab_size as u32)).collect())
-            }
-            Contents::Position => words(vec![position as u32]),
+            Contents::Token => words(segment.tokens.clone()),
+            Contents::Position => words(vec![segment.position as u32]),
+            Contents::Draw => words(draw().words.to_vec()),
+            Contents::Changes => words(draw().changes),
+            Contents::Mask => words(draw().mask),
             // In reverse.
             Contents::Pages => words((0..bytes as u32 / 4).rev().collect()),
             Contents::State(_, State::Keys | State::Values) if self.kv == KvType::Bf16 => {
@@ -229,6 +257,18 @@ impl Bench<'_> {
             Contents::Scratch("q") if is_bf16 => halves(&bytes),
             _ => floats(&bytes),
         }
+    }
+
+    /// Logits of a segment's last token.
+    fn logits(&self, step: &Step, segment: usize) -> Option<Vec<f32>> {
+        let rows = |s: &Segment| s.want.rows(s.tokens.len());
+        let end: usize = step.segments[..=segment].iter().map(rows).sum();
+        let Argument::Place(place) = step.arguments[step.plan.buffer(&Contents::Logits)?] else {
+            return None;
+        };
+        let mut bytes = vec![0; 4 * self.config.vocab_size];
+        self.device.read(place.after(end.checked_sub(1)? * bytes.len()), &mut bytes);
+        Some(bytes.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect())
     }
 
     /// Runs a step launch by launch and checks what each one leaves.
@@ -311,7 +351,7 @@ impl Bench<'_> {
                         tolerance = BF16_TOLERANCE;
                     }
                 }
-                Contents::Scratch("chosen" | "order" | "tiles" | "best_tokens") => {
+                Contents::Scratch("chosen" | "order" | "tiles" | "best") => {
                     // Words, which are compared as numbers.
                     let numbers = |x: Vec<f32>| x.into_iter().map(|e| e.to_bits() as f32).collect();
                     (got, expected) = (numbers(got), numbers(expected));
@@ -342,13 +382,11 @@ impl Bench<'_> {
             Contents::Numbers(words) => words.first().copied(),
             _ => None,
         });
-        let start = step.positions.get(segment).copied().unwrap_or(0) as u32;
+        let Some(Segment { position, drawn, .. }) = step.segments.get(segment) else { return };
+        let start = *position as u32;
         let mut pairs = vec![("position", word(&Contents::Position), rows.map(|rows| start + rows))];
         if launch.kernel == "finish" {
-            // The first of the best of each block.
-            let logits = of(&Contents::Scratch("best_logits"));
-            let best =
-                of(&Contents::Scratch("best_tokens")).get(argmax(&logits) as usize).map(|t| t.to_bits());
+            let best = self.logits(step, segment).map(|logits| drawn.token(&logits));
             pairs.extend([
                 ("token", word(&Contents::Token), best),
                 ("fault", word(&Contents::Broken), Some(0)),

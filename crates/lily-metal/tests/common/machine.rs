@@ -4,6 +4,9 @@ use std::collections::HashMap;
 
 use lily_metal::plan::{Binding, Buffer, Contents, Features, Launch, Plan, Segment, State, Want};
 
+use lily_metal::draw::Draw;
+use lily_model::sample::SampleParams;
+
 use super::model::Model;
 use super::{Bound, Guard, Kernels, Memory, Order, Shape};
 
@@ -13,6 +16,8 @@ pub struct Machine<'m> {
     pub kernels: &'static Kernels,
     pub features: Features,
     pub order: Order,
+    /// Draws that were checked.
+    pub draws: usize,
     guard: Guard,
     weights: HashMap<Contents, Memory>,
     sequences: Vec<Sequence>,
@@ -41,7 +46,17 @@ pub struct Feed<'t>(pub usize, pub &'t [u32], pub Want);
 impl<'m> Machine<'m> {
     pub fn new(model: &'m Model, kernels: &'static Kernels, features: Features, guard: Guard) -> Self {
         let (weights, steps) = (HashMap::new(), HashMap::new());
-        Self { model, kernels, features, order: Order::Forward, guard, weights, sequences: Vec::new(), steps }
+        Self {
+            model,
+            kernels,
+            features,
+            order: Order::Forward,
+            draws: 0,
+            guard,
+            weights,
+            sequences: Vec::new(),
+            steps,
+        }
     }
 
     /// Adds a sequence.
@@ -84,12 +99,16 @@ impl<'m> Machine<'m> {
         let new = || kernels.allocate(bytes, guard);
         let memory = home.entry(contents).or_insert_with_key(|contents| match contents {
             // State is all zeros at first; positions that weren't written must not be read.
-            Contents::Scratch(_) | Contents::Logits | Contents::State(_, State::Keys | State::Values) => {
-                new()
-            }
+            Contents::Scratch(_)
+            | Contents::Logits
+            | Contents::Changes
+            | Contents::Mask
+            | Contents::State(_, State::Keys | State::Values) => new(),
+            Contents::Draw => new().with(Draw::new(&SampleParams::greedy(), &[], false, 0).words),
             Contents::Token | Contents::Broken | Contents::State(..) => new().with(vec![0; bytes / 4]),
             Contents::Position => new().with([position]),
             Contents::Pages => new().with(0..),
+            Contents::Absent(_) => new().with([0]),
             Contents::Numbers(words) => new().with(words.iter().copied()),
             _ => {
                 let mut memory = new();
@@ -113,8 +132,13 @@ impl<'m> Machine<'m> {
             | Contents::Position
             | Contents::Pages
             | Contents::Broken
+            | Contents::Draw
+            | Contents::Changes
+            | Contents::Mask
             | Contents::State(..) => &mut self.sequences[step.sequences[*segment]].memory,
-            Contents::Numbers(_) | Contents::Scratch(_) | Contents::Logits => &mut step.own,
+            Contents::Absent(_) | Contents::Numbers(_) | Contents::Scratch(_) | Contents::Logits => {
+                &mut step.own
+            }
             _ => &mut self.weights,
         }
     }

@@ -4,6 +4,7 @@
 
 pub mod cpu;
 pub mod device;
+pub mod draws;
 pub mod gpu;
 pub mod machine;
 pub mod model;

@@ -101,6 +101,26 @@ pub fn random(fields: &[(&str, serde_json::Value)], seed: u64) -> Model {
     }
     // The file has it in two places.
     config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"].clone();
+    synthesise(&config, seed)
+}
+
+/// As [`random`], with nano's shapes: nothing quantised, or all but the routers.
+pub fn unquantised(all: bool, seed: u64) -> Model {
+    let nano = std::fs::read(folder("tests/data/nano/mlx-4bit/config.json")).unwrap();
+    let config = lily_model::presets::first_layers(&nano, 4).unwrap();
+    let mut config: serde_json::Value = serde_json::from_slice(&config).unwrap();
+    let top = config.as_object_mut().unwrap();
+    top.remove("quantization_config");
+    if all {
+        top.remove("quantization");
+    } else {
+        let forms = top["quantization"].as_object_mut().unwrap();
+        forms.values_mut().filter(|form| form.is_object()).for_each(|form| *form = false.into());
+    }
+    synthesise(&config, seed)
+}
+
+fn synthesise(config: &serde_json::Value, seed: u64) -> Model {
     let text = config.to_string();
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("model");
