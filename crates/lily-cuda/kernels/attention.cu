@@ -104,9 +104,6 @@ __device__ __forceinline__ void load_matrices_transposed(u32 (&r)[4], const u8* 
 __device__ __forceinline__ const u8* chunk(const u8* tile, u32 row, u32 c) {
     return tile + row * (HEAD_DIM * 2) + ((c ^ (row & 7)) * 16);
 }
-__device__ __forceinline__ void copy16(u8* to, const void* from, bool real) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(real ? 16 : 0) : "memory");
-}
 
 struct Softmax {
     float max, sum;
@@ -283,23 +280,36 @@ flash(const Segment* segments, const Row* rows, const float* queries, Cache cach
     }
 }
 
-// Joins a row's splits and applies the output gate: attended, [rows, QUERY]. Grid: (HEADS, rows), HEAD_DIM threads.
-extern "C" __global__ void __launch_bounds__(HEAD_DIM)
-combine(const Row* rows, const float* projected, const float* partial, const Softmax* stats, u32 splits, float* attended) {
+// Joins a row's splits and applies the output gate: attended, [rows, QUERY], or as columns, if those are wanted. A warp four tiles of
+// a row. Grid: (QUERY / (256 COMBINE_WARPS), rows).
+#define COMBINE_WARPS 2
+extern "C" __global__ void __launch_bounds__(32 * COMBINE_WARPS)
+combine(const Row* rows, const float* projected, const float* partial, const Softmax* stats, u32 splits, float* attended, Columns to) {
     launch_dependents();
-    const u32 head = blockIdx.x, d = threadIdx.x;
-    const u64 index = blockIdx.y, at = (index * HEADS + head) * splits;
-    const u32 position = rows[index].position;
+    const u32 row = blockIdx.y, lane = threadIdx.x % 32;
+    const Place p = place((blockIdx.x * COMBINE_WARPS + threadIdx.x / 32) * 4, QUERY / TILE_COLS, QUERY, lane);
+    const u32 head = p.active ? p.col / HEAD_DIM : 0, d = p.col % HEAD_DIM, used = used_splits(rows[row].position, splits);
+    const u64 at = ((u64)row * HEADS + head) * splits;
     wait_for_inputs();
-    const float gate = __ldcg(projected + index * PROJECTED + (2 * head + 1) * HEAD_DIM + d);
-    const u32 used = used_splits(position, splits);
-    float high = -INFINITY, total = 0, value = 0;
-    for (u32 s = 0; s < used; s++) high = fmaxf(high, __ldcg(&stats[at + s].max));
+    float gate[8], value[8] = {}, high = -INFINITY, total = 0;
+    load8(projected + (u64)row * PROJECTED + (2 * head + 1) * HEAD_DIM + d, gate);
 #pragma unroll 8
+    for (u32 s = 0; s < used; s++) high = fmaxf(high, __ldcg(&stats[at + s].max));
+#pragma unroll 4
     for (u32 s = 0; s < used; s++) {
-        const float scale = __expf(__ldcg(&stats[at + s].max) - high);
-        total = fmaf(scale, __ldcg(&stats[at + s].sum), total);
-        value = fmaf(scale, __ldcg(partial + (at + s) * HEAD_DIM + d), value);
+        const float2 stat = __ldcg((const float2*)stats + at + s);  // max, sum
+        const float scale = __expf(stat.x - high);
+        float part[8];
+        load8(partial + (at + s) * HEAD_DIM + d, part);
+        total = fmaf(scale, stat.y, total);
+#pragma unroll
+        for (int i = 0; i < 8; i++) value[i] = fmaf(scale, part[i], value[i]);
     }
-    attended[index * QUERY + head * HEAD_DIM + d] = value / total * sigmoid(gate);
+#pragma unroll
+    for (int i = 0; i < 8; i++) value[i] = value[i] / total * sigmoid(gate[i]);
+    if (to.records) {
+        to.store(row, p, make_digits(value), lane);
+    } else if (p.active) {
+        store8(attended + (u64)row * QUERY + p.col, value);
+    }
 }

@@ -1,6 +1,7 @@
-// y = W f(x) for several tokens, from quantised weights, by clusters of eight blocks. A block has the inputs that elsewhere
-// one warp has: the weights of a cluster's rows and the inputs of all its tokens are read, split and kept once, an eighth in
-// each block, and the eight sums of a row are added across the blocks in their order. Needs compute capability 9.0.
+// y = W f(x) for several tokens, from 8-bit weights (wide.cu has those of 4 bits), by clusters of eight blocks; and the router with the
+// choice of experts. A block has the inputs that elsewhere one warp has: the weights of a cluster's rows and the inputs of all its
+// tokens are read, split and kept once, an eighth in each block, and the eight sums of a row are added across the blocks. Needs
+// compute capability 9.0.
 
 extern __shared__ __align__(128) u8 shared[];
 
@@ -12,37 +13,6 @@ extern __shared__ __align__(128) u8 shared[];
 #define IN_CLUSTERS
 #endif
 
-__device__ __forceinline__ u32 cluster_rank() {
-    u32 rank = 0;
-#if __CUDA_ARCH__ >= 900
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-#endif
-    return rank;
-}
-// The two halves of a barrier of all threads of a cluster; what was written before the first is seen behind the second.
-__device__ __forceinline__ void cluster_arrive() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void cluster_wait() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-// Address of block `rank`'s copy of a shared variable.
-__device__ __forceinline__ u32 peer_address(u32 address, u32 rank) {
-    u32 out = address;
-#if __CUDA_ARCH__ >= 900
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(out) : "r"(address), "r"(rank));
-#endif
-    return out;
-}
-__device__ __forceinline__ void store_peer(u32 address, float x) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
-#endif
-}
 // Tiles [first, first + count) of the inputs of 4 NT tokens as fragments: [tile][token], zeros for tokens behind `tokens`. The
 // sums of squares of the inputs go to squares[rank][token] of all blocks of the cluster.
 template <int NT>
@@ -251,15 +221,8 @@ template <int FORM, int NT> __device__ __forceinline__ void product(const Matrix
         for (u32 i = tid; i < own * T * 4; i += THREADS) {
             const u32 quad = i % 4, token = i / 4 % T, row = (begin + from + i / 4 / T * CLUSTER + rank) * TILE_ROWS + quad * 4;
             if (token >= tokens) continue;
-            float v[4] = {0, 0, 0, 0};
-#pragma unroll
-            for (int k = 0; k < CLUSTER; k++) {
-                const float4 part = *(const float4*)(inbox + k * from_rank + i * 16);
-                v[0] += part.x;
-                v[1] += part.y;
-                v[2] += part.z;
-                v[3] += part.w;
-            }
+            const float4 sum = sum_of<CLUSTER>([&](int k) { return *(const float4*)(inbox + k * from_rank + i * 16); });
+            float v[4] = {sum.x, sum.y, sum.z, sum.w};
             float* y = o.y + (u64)(token0 + token) * o.stride + row;
 #pragma unroll
             for (int j = 0; j < 4; j++) {
@@ -282,7 +245,119 @@ template <int FORM, int NT> __device__ __forceinline__ void product(const Matrix
 
 #define PRODUCT(name, form, nt)                                                                                    \
     extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) name(Matrix w, Product o) { product<form, nt>(w, o); }
-PRODUCT(product_q4_8, Q4, 2)
-PRODUCT(product_q4_32, Q4, 8)
 PRODUCT(product_q8_8, Q8, 2)
 PRODUCT(product_q8_32, Q8, 8)
+
+#define ROUTER_BLOCKS ((ROUTER_ROWS + TILE_ROWS - 1) / TILE_ROWS)
+// Dynamic shared memory of `router_q8`; src/cluster.rs knows how much it is.
+struct RouterShared {
+    static constexpr u32 MOST = Share<HIDDEN_TILES>::MOST;  // tiles of a row that a block has
+    u8 tiles[ROUTER_BLOCKS][MOST * tile_bytes<Q8>()];
+    u8 fragments[CLUSTER][MOST * FRAGMENT_BYTES<true>];  // of tokens
+    Unit units[CLUSTER][MOST];
+    float inbox[CLUSTER][ROUTER_BLOCKS * TILE_ROWS];  // sums of a token, by the block that sent them
+    float logits[ROUTER_BLOCKS * TILE_ROWS];
+    float squares[CLUSTER];
+    u64 scratch[CANDIDATES + TOP_K];
+    u64 full, received;  // weights are there; all of `inbox` and `squares`
+};
+static_assert(sizeof(float) * CLUSTER + sizeof(u64) * (CANDIDATES + TOP_K + 2) <= 1024, "what src/cluster.rs adds to the large parts");
+
+// Router logits as by `product`, and from them the choice of experts: `weights`, [rows, SLOTS], and `chosen`, [rows, TOP_K]. A cluster
+// has as many tokens as blocks, and all sums of a token go to one block. Inputs stay as fragments for the experts. Grid:
+// (CLUSTER, groups of as many tokens).
+extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1)
+router_q8(const u8* weight_tiles, const float* x, const float* gain, u32 rows, u8* fragments, Unit* units, float* scale, float* weights, u32* chosen) {
+#if __CUDA_ARCH__ >= 900
+    RouterShared& s = *(RouterShared*)shared;
+    constexpr u32 MOST = RouterShared::MOST;
+    const u32 tid = threadIdx.x, warp = tid / 32, lane = tid % 32, rank = cluster_rank(), token0 = blockIdx.y * CLUSTER;
+    const Share<HIDDEN_TILES> mine(rank);
+    if (tid == 0) {
+        barrier_init(&s.full, 1);
+        barrier_init(&s.received, 1);
+        barrier_fence();
+        barrier_expect(&s.received, sizeof(s.inbox) + sizeof(s.squares));
+        barrier_expect(&s.full, ROUTER_BLOCKS * mine.count * tile_bytes<Q8>());
+    }
+    __syncthreads();
+    for (u32 i = tid; i < ROUTER_BLOCKS && mine.count > 0; i += THREADS)
+        bulk_copy(s.tiles[i], weight_tiles + ((u64)i * HIDDEN_TILES + mine.first) * tile_bytes<Q8>(), mine.count * tile_bytes<Q8>(), &s.full);
+    launch_dependents();
+    cluster_arrive<false>();
+    // A token a warp.
+    const u32 last = mine.first + mine.count;
+    float v[8], gains[8] = {0, 0, 0, 0, 0, 0, 0, 0}, square = 0;
+    load_factors<NORMED>(gain, place(mine.first, last, HIDDEN, lane), gains);
+    wait_for_inputs();
+    cluster_wait();  // all blocks of the cluster run: their shared memory may be written
+    for (u32 tile0 = mine.first; tile0 < last; tile0 += 4) {
+        const Place p = place(tile0, last, HIDDEN, lane);
+#pragma unroll
+        for (int i = 0; i < 8; i++) v[i] = 0;
+        if (p.active && token0 + warp < rows) load8(x + (u64)(token0 + warp) * HIDDEN + p.col, v);
+        if (tile0 != mine.first) load_factors<NORMED>(gain, p, gains);
+#pragma unroll
+        for (int i = 0; i < 8; i++) square = fmaf(v[i], v[i], square);
+        split_place<true>(Place{p.tile - mine.first, p.col, p.active}, v, gains, lane, s.fragments[warp], s.units[warp]);
+    }
+    square = warp_sum(square);
+    if (lane == 0) send_peer(peer_address(shared_address(&s.squares[rank]), warp), square, peer_address(shared_address(&s.received), warp));
+    __syncthreads();
+    Fragment<Q8> f[MOST][2];
+    Unit unit[MOST][2];
+    u32 to[2], bar[2];
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+#pragma unroll
+        for (u32 k = 0; k < MOST; k++) {
+            if (!mine.has(k)) continue;
+            f[k][n] = load_staged<true>(s.fragments[n * 4 + (lane >> 3)] + k * FRAGMENT_BYTES<true>, lane);
+            unit[k][n] = s.units[n * 4 + (lane & 3)][k];
+        }
+        to[n] = peer_address(shared_address(&s.inbox[rank][lane >> 2]), n * 4 + (lane & 3));
+        bar[n] = peer_address(shared_address(&s.received), n * 4 + (lane & 3));
+    }
+    barrier_wait(&s.full, 0);
+#pragma unroll 1
+    for (u32 i = warp; i < ROUTER_BLOCKS; i += WARPS) {
+        float total[2][2] = {};
+#pragma unroll
+        for (u32 k = 0; k < MOST; k++) {
+            if (!mine.has(k)) continue;
+            const Tile<Q8> tile = load_tile<Q8>(s.tiles[i] + k * tile_bytes<Q8>(), lane);
+#pragma unroll
+            for (int n = 0; n < 2; n++) multiply<Q8>(tile, f[k][n], unit[k][n], total[n]);
+        }
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+            send_peer(to[n] + i * TILE_ROWS * 4, total[n][0], bar[n]);
+            send_peer(to[n] + i * TILE_ROWS * 4 + 32, total[n][1], bar[n]);
+        }
+    }
+    constexpr u32 WORDS = FRAGMENT_BYTES<true> / 16;
+    for (u32 i = tid; i < CLUSTER * mine.count * WORDS; i += THREADS) {
+        const u32 word = i % WORDS, tile = i / WORDS % mine.count, token = i / WORDS / mine.count;
+        if (token0 + token >= rows) continue;
+        const u64 to = (u64)(token0 + token) * HIDDEN_TILES + mine.first + tile;
+        ((uint4*)(fragments + to * FRAGMENT_BYTES<true>))[word] = ((const uint4*)(s.fragments[token] + tile * FRAGMENT_BYTES<true>))[word];
+        if (word == 0) units[to] = s.units[token][tile];
+    }
+    barrier_wait(&s.received, 0);
+    // Of one token from here on.
+    const u32 row = token0 + rank;
+    if (row >= rows) return;
+    float sum = 0;
+#pragma unroll
+    for (int k = 0; k < CLUSTER; k++) sum += s.squares[k];
+    const float row_scale = rsqrtf(sum / (HIDDEN_TILES * TILE_COLS) + EPS);
+    for (u32 i = tid; i < ROUTER_ROWS; i += THREADS) {
+        s.logits[i] = __fmul_rn(sum_of<CLUSTER>([&](int k) { return s.inbox[k][i]; }), row_scale);
+    }
+    __syncthreads();
+    if (warp > 0) return;
+    const u32 index = choose([&](u32 i) { return s.logits[i]; }, lane, s.scratch, weights + row * SLOTS);
+    if (lane < TOP_K) chosen[row * TOP_K + lane] = index;
+    if (lane == 0) scale[row] = row_scale;
+#endif
+}

@@ -10,8 +10,9 @@
 //   of a tile have one unit, 1 / 32,600 of the largest. Products and their sum over a tile are exact
 //   (docs/decisions/0013-fixed-point-on-the-gpu.md).
 // * Weights in bf16 meet two bf16, x = hi + lo, in the range of f32.
-// A warp sums the tiles [w * n / 8, (w + 1) * n / 8) of a row, and the eight warps' sums are added in their order: the
-// result of a token does not depend on what stands beside it, nor on which kernel computes it.
+// An eighth of a row are the tiles [w * n / 8, (w + 1) * n / 8), mostly those of one warp. Its sum is made in their order, and the
+// eight sums are added as a tree (`sum_of`): the result of a token does not depend on what stands beside it, nor on which kernel
+// computes it.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -96,10 +97,11 @@ __device__ __forceinline__ void mma(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3,
 __device__ __forceinline__ u32 even_codes(u32 word) { return word & 0x0f0f0f0fu; }
 __device__ __forceinline__ u32 odd_codes(u32 word) { return word >> 4 & 0x0f0f0f0fu; }
 
-// The sum of eight parts of a delta rule's rows, in the order that all its kernels have.
-__device__ __forceinline__ float sum_of_eighths(const float (&parts)[8][32], int lane) {
-    return ((parts[0][lane] + parts[1][lane]) + (parts[2][lane] + parts[3][lane])) +
-           ((parts[4][lane] + parts[5][lane]) + (parts[6][lane] + parts[7][lane]));
+// The sum of N parts, a power of two, in the order of a tree: so a sum of the first of them may be made anywhere.
+__device__ __forceinline__ float4 operator+(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
+template <int N, class Part> __device__ __forceinline__ auto sum_of(Part part, int first = 0) {
+    if constexpr (N == 1) return part(first);
+    else return sum_of<N / 2>(part, first) + sum_of<N / 2>(part, first + N / 2);
 }
 
 // --- steps of the delta rule and of the rotation, spelt out so that all kernels round alike ---
@@ -178,6 +180,14 @@ struct Unit {
     float unit, sum;
 };
 
+// total += a tile's product with a token's 64 inputs, of rows g and g + 8. c: for each row the sums of codes with high digits and
+// with low ones. Every multiply-add is spelt out: left to the compiler, kernels would round differently.
+__device__ __forceinline__ void add_digits(const uint2& scales, const Unit& unit, const int* c, float (&total)[2]) {
+    const float low = (float)(c[0] * 256 + c[1]), high = (float)(c[2] * 256 + c[3]);
+    total[0] = fmaf(__fmul_rn(bf16_low(scales.x), unit.unit), low, fmaf(bf16_high(scales.x), unit.sum, total[0]));
+    total[1] = fmaf(__fmul_rn(bf16_low(scales.y), unit.unit), high, fmaf(bf16_high(scales.y), unit.sum, total[1]));
+}
+
 // total[0], total[1]: rows g and g + 8 of the tile, for token t of the four (g = lane / 4, t = lane % 4), whose inputs have
 // this `unit`.
 template <int FORM>
@@ -194,11 +204,7 @@ __device__ __forceinline__ void multiply(const Tile<FORM>& w, const Fragment<FOR
             mma(c, p.x, p.z, p.y, p.w, b.x, b.y);
             mma(c, q.x, q.z, q.y, q.w, b.z, b.w);
         }
-        // Columns 2 t and 2 t + 1 are a token's digits. Every multiply-add is spelt out: left to the compiler, kernels would round
-        // differently.
-        const float low = (float)(c[0] * 256 + c[1]), high = (float)(c[2] * 256 + c[3]);
-        total[0] = fmaf(__fmul_rn(bf16_low(w.scales.x), unit.unit), low, fmaf(bf16_high(w.scales.x), unit.sum, total[0]));
-        total[1] = fmaf(__fmul_rn(bf16_low(w.scales.y), unit.unit), high, fmaf(bf16_high(w.scales.y), unit.sum, total[1]));
+        add_digits(w.scales, unit, c, total);
     } else {
         // Two chains of products, so that one need not wait for the other; columns 2 t and 2 t + 1 are a token's hi and lo.
         float c[2][4] = {};
@@ -299,6 +305,15 @@ __device__ __forceinline__ void load8(const float* p, float (&v)[8]) {
     v[4] = b.x; v[5] = b.y; v[6] = b.z; v[7] = b.w;
 }
 
+// Sixteen bytes into shared memory, in the background; zeros if they are not `real`.
+__device__ __forceinline__ void copy16(void* to, const void* from, bool real) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(real ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void store8(float* p, const float (&v)[8]) {
+    *(float4*)p = make_float4(v[0], v[1], v[2], v[3]);
+    *((float4*)p + 1) = make_float4(v[4], v[5], v[6], v[7]);
+}
+
 // Inputs of a product in memory, ready as fragments: per row and tile 4 lanes x (high, low), 16 bytes each; of bf16, 2 words
 // of those.
 template <bool AS_DIGITS> constexpr u32 FRAGMENT_BYTES = AS_DIGITS ? 128 : 256;
@@ -359,6 +374,25 @@ __device__ __forceinline__ Place place(u32 tile0, u32 last, u32 width, int lane)
     return Place{tile, col, tile < last && col < width};
 }
 
+// Eight inputs of a tile as digits, evens and odds of each, and the unit of all 64: of eight lanes that follow each other.
+struct Digits {
+    uint2 high, low;
+    Unit unit;
+};
+__device__ __forceinline__ Digits make_digits(const float (&v)[8]) {
+    float most = most_of(v);
+#pragma unroll
+    for (int o = 1; o < 8; o <<= 1) most = max_magnitude(most, __shfl_xor_sync(FULL, most, o));
+    const Scale scale(most);
+    Digits d;
+    int sum;
+    digits8(v, scale, d.high, d.low, sum);
+#pragma unroll
+    for (int o = 1; o < 8; o <<= 1) sum += __shfl_xor_sync(FULL, sum, o);
+    d.unit = Unit{scale.unit, __fmul_rn((float)sum, scale.unit)};
+    return d;
+}
+
 // Makes the eight inputs of every lane, times their factors, into fragments of up to four tiles.
 template <bool AS_DIGITS>
 __device__ __forceinline__ void split_place(const Place& p, float (&v)[8], const float (&factors)[8], int lane, u8* fragments, Unit* units) {
@@ -366,19 +400,11 @@ __device__ __forceinline__ void split_place(const Place& p, float (&v)[8], const
     for (int i = 0; i < 8; i++) v[i] = __fmul_rn(v[i], factors[i]);  // not fused with what follows
     u8* to = fragments + (u64)p.tile * FRAGMENT_BYTES<AS_DIGITS> + part_of_fragment<AS_DIGITS>(lane & 7);
     if constexpr (AS_DIGITS) {
-        float most = most_of(v);
-#pragma unroll
-        for (int o = 1; o < 8; o <<= 1) most = max_magnitude(most, __shfl_xor_sync(FULL, most, o));
-        const Scale scale(most);
-        uint2 high, low;
-        int sum;
-        digits8(v, scale, high, low, sum);
-#pragma unroll
-        for (int o = 1; o < 8; o <<= 1) sum += __shfl_xor_sync(FULL, sum, o);
+        const Digits d = make_digits(v);
         if (!p.active) return;
-        *(uint2*)to = high;
-        *(uint2*)(to + 16) = low;
-        if ((lane & 7) == 0) units[p.tile] = Unit{scale.unit, __fmul_rn((float)sum, scale.unit)};
+        *(uint2*)to = d.high;
+        *(uint2*)(to + 16) = d.low;
+        if ((lane & 7) == 0) units[p.tile] = d.unit;
     } else {
         uint4 hi, lo;
         halves(v, hi, lo);
@@ -387,6 +413,37 @@ __device__ __forceinline__ void split_place(const Place& p, float (&v)[8], const
         *(uint4*)(to + 16) = lo;
     }
 }
+
+// Inputs of the products of wide.cu: for each group of `tokens` rows (8 or 32) and each tile a record, [groups][k_tiles]. A row's
+// digits are columns 2 i (high) and 2 i + 1 of a matrix of 64 rows. It lies in blocks of 16 rows by 8 columns, [4][columns / 8],
+// a column's 16 bytes one behind another: those of block c are what the four lanes of a row have in word c of a fragment. Units
+// come behind it, those of rows i and i + 4 side by side.
+__host__ __device__ constexpr u32 record_bytes(u32 tokens) { return tokens * 136; }
+
+struct Columns {
+    u8* records;  // null: not wanted
+    u32 tokens, k_tiles;
+    __device__ __forceinline__ u8* record(u32 row, u32 tile) const {
+        return records + ((u64)(row / tokens) * k_tiles + tile) * record_bytes(tokens);
+    }
+    // Digits of a row's inputs 8 eighth + odd, + 2, + 4, + 6 of a tile.
+    __device__ __forceinline__ void store(u32 row, u32 tile, u32 eighth, u32 odd, u32 high, u32 low) const {
+        u8* to = record(row, tile) + ((eighth & 1) * 2 + odd) * (tokens * 32) + row % tokens * 32 + (eighth >> 1) * 4;
+        *(u32*)to = high;
+        *(u32*)(to + 16) = low;
+    }
+    __device__ __forceinline__ void store_unit(u32 row, u32 tile, const Unit& unit) const {
+        const u32 in = row % tokens;
+        ((Unit*)(record(row, tile) + tokens * 128))[in / 8 * 8 + in % 4 * 2 + in / 4 % 2] = unit;
+    }
+    // What eight lanes have of a tile, those at a place.
+    __device__ __forceinline__ void store(u32 row, const Place& p, const Digits& d, int lane) const {
+        if (!p.active) return;
+        store(row, p.tile, lane & 7, 0, d.high.x, d.low.x);
+        store(row, p.tile, lane & 7, 1, d.high.y, d.low.y);
+        if ((lane & 7) == 0) store_unit(row, p.tile, d.unit);
+    }
+};
 
 // What the eight inputs at a place are multiplied with.
 template <int MODE> __device__ __forceinline__ void load_factors(const float* factor, const Place& p, float (&out)[8]) {
@@ -397,6 +454,17 @@ template <int MODE> __device__ __forceinline__ void load_factors(const float* fa
 #pragma unroll
         for (int i = 0; i < 8; i++) out[i] = s;
     }
+}
+
+// The eight values of every lane, times their factors, as columns of up to four tiles of a row; adds to this lane's sum of squares.
+__device__ __forceinline__ void put_columns(u32 row, const Place& p, float (&v)[8], const float (&factors)[8], const Columns& to, int lane,
+                                            float& square) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        square = fmaf(v[i], v[i], square);
+        v[i] = __fmul_rn(v[i], factors[i]);
+    }
+    to.store(row, p, make_digits(v), lane);
 }
 
 // Splits this warp's share of one input row into fragments; returns this lane's share of the sum of squares.
@@ -420,8 +488,7 @@ __device__ __forceinline__ float split_row(const float* x, u32 width, const floa
 // Large to small, then small index to large: the order in which experts and tokens are preferred. NaN is last.
 __device__ __forceinline__ u32 order_key(float x) {
     const u32 b = __float_as_uint(x);
-    if (x != x) return 0;
-    return b & 0x80000000u ? ~b : b | 0x80000000u;
+    return x != x ? 0 : b ^ ((u32)((int)b >> 31) | 0x80000000u);
 }
 __device__ __forceinline__ float value_of_key(u32 key) { return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
 
@@ -502,14 +569,6 @@ __device__ __forceinline__ void top_k_of_keys(const u32 (&keys)[LANE_KEYS], int 
     __syncwarp();
 }
 
-// The same of logits in memory.
-__device__ __forceinline__ void warp_top_k(const float* logits, int lane, u64* scratch, u32& index, float& value) {
-    u32 keys[LANE_KEYS];
-#pragma unroll
-    for (int i = 0; i < LANE_KEYS; i++)
-        keys[i] = i < LANE_EXPERTS && lane * LANE_EXPERTS + i < EXPERTS ? order_key(__ldcg(logits + lane * LANE_EXPERTS + i)) : 0u;
-    top_k_of_keys(keys, lane, scratch, index, value);
-}
 
 // Weights of the chosen experts: softmax over all, renormalised over the chosen, is softmax over the chosen.
 __device__ __forceinline__ float top_k_weight(float value, int lane) {
@@ -518,48 +577,19 @@ __device__ __forceinline__ float top_k_weight(float value, int lane) {
     return e / warp_sum(e);
 }
 
-// --- bulk copies into shared memory ---
-
-__device__ __forceinline__ void barrier_init(u64* bar, u32 count) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(count) : "memory");
-#endif
-}
-__device__ __forceinline__ void barrier_fence() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void barrier_expect(u64* bar, u32 bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(bytes) : "memory");
-#endif
-}
-__device__ __forceinline__ void barrier_arrive(u64* bar) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
-#endif
-}
-__device__ __forceinline__ void barrier_wait(u64* bar, u32 parity) {
-#if __CUDA_ARCH__ >= 900
-    u32 done = 0;
-    while (!done)
-        asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-                     : "=r"(done) : "r"(shared_address(bar)), "r"(parity) : "memory");
-#endif
-}
-// Reads of and writes to shared memory so far come before bulk copies behind it.
-__device__ __forceinline__ void proxy_fence() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-}
-// Weights are read once a step: the first to leave the L2 cache, which holds what kernels pass on to each other.
-__device__ __forceinline__ void bulk_copy(void* to, const void* from, u32 bytes, u64* bar) {
-#if __CUDA_ARCH__ >= 900
-    u64 policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-                 ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(bar)), "l"(policy) : "memory");
-#endif
+// Chooses a row's experts by one warp: lane k < TOP_K gets the k-th, and all weights go to `weights` (TOP_K and the shared
+// expert's). `logit` gives those of experts, and at EXPERTS the shared gate's. Logits that are NaN come last, each expert once.
+template <typename Logit> __device__ __forceinline__ u32 choose(Logit logit, int lane, u64* scratch, float* weights) {
+    u32 keys[LANE_KEYS], index;
+    float value;
+#pragma unroll
+    for (int i = 0; i < LANE_KEYS; i++) {
+        const u32 expert = lane * LANE_EXPERTS + i;
+        keys[i] = i < LANE_EXPERTS && expert < EXPERTS ? max(order_key(logit(expert)), 1u) : 0u;
+    }
+    top_k_of_keys(keys, lane, scratch, index, value);
+    const float weight = top_k_weight(value, lane);
+    if (lane < TOP_K) weights[lane] = weight;
+    if (lane == TOP_K) weights[TOP_K] = sigmoid(logit(EXPERTS));
+    return index;
 }

@@ -87,7 +87,7 @@ template <int C> __device__ __forceinline__ float sum_of_columns(const float (&i
     return x[0];
 }
 
-// Sums of eight parts, in one order for all kernels: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)).
+// Sums of eight parts as `sum_of` makes them, in as few registers as there are.
 template <int C> __device__ __forceinline__ void sum_of_parts(const float (*parts)[32 * C], int lane, float (&out)[C]) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -105,13 +105,41 @@ template <int C> __device__ __forceinline__ void sum_of_parts(const float (*part
     }
 }
 
+// A head's four values a lane as columns, times its 1 / rms. square: the sum of squares of the 32 values of this lane and seven others.
+__device__ __forceinline__ void put_head(u32 row, u32 head, float (&v)[4], float square, const Columns& to, u32 lane) {
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) sum += __shfl_sync(FULL, square, i * 8);
+    const float factor = rsqrtf(sum / DV + EPS);
+    float most = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        v[i] = __fmul_rn(v[i], factor);
+        most = max_magnitude(most, v[i]);
+    }
+#pragma unroll
+    for (int o = 1; o < 16; o <<= 1) most = max_magnitude(most, __shfl_xor_sync(FULL, most, o));
+    const Scale scale(most);
+    // Of eight inputs two lanes have four each: the first makes the even ones, the second the odd ones.
+    const u32 odd = lane & 1;
+    const float a = __shfl_xor_sync(FULL, odd ? v[0] : v[1], 1), b = __shfl_xor_sync(FULL, odd ? v[2] : v[3], 1);
+    u32 high, low;
+    int digits = 0;
+    digits4(odd ? a : v[0], odd ? b : v[2], odd ? v[1] : a, odd ? v[3] : b, scale, high, low, digits);
+#pragma unroll
+    for (int o = 1; o < 16; o <<= 1) digits += __shfl_xor_sync(FULL, digits, o);
+    const u32 tile = head * (DV / TILE_COLS) + lane / 16;
+    to.store(row, tile, lane / 2 % 8, odd, high, low);
+    if (lane % 16 == 0) to.store_unit(row, tile, Unit{scale.unit, __fmul_rn((float)digits, scale.unit)});
+}
+
 // projected: [rows, PROJECTED]. states: per slot [VALUE_HEADS, DK, DV]; convs: per slot 2 x [PAST, CHANNELS], of which `parity`
 // is read and the other written. gated: [rows, VALUE_HEADS * DV], the readout times norm gain and SiLU(z) but not 1 / rms;
-// squares: [rows, VALUE_HEADS, VALUE_SPLIT], for that. Grid: (VALUE_HEADS * DV / (32 C), segments).
+// squares: [rows, VALUE_HEADS, VALUE_SPLIT], for that. Or all of it as columns, if those are wanted of whole heads. Grid: (VALUE_HEADS * DV / (32 C), segments).
 template <int C>
 __device__ __forceinline__ void delta(const Segment* segments, const float* projected, const float* conv_weights, const float* a_log,
                                       const float* dt_bias, const float* norm, float* states, u64 state_stride, float* convs,
-                                      u64 conv_stride, float* gated, float* squares) {
+                                      u64 conv_stride, float* gated, float* squares, const Columns& to) {
     constexpr int COLUMNS = 32 * C;
     __shared__ __align__(16) float q[2][WARPS * ROWS], k[2][WARPS * ROWS], values[2][COLUMNS], gates[2][COLUMNS], gains[COLUMNS];
     __shared__ float sums[2][3][KEY_WARPS];
@@ -223,8 +251,16 @@ __device__ __forceinline__ void delta(const Segment* segments, const float* proj
                 out[c] = o[c] * gain[c] * gate[c];
                 square[c] = __fmul_rn(o[c], o[c]);
             }
-            store_some<C>(gated + row * (VALUE_HEADS * DV) + head * DV + column, out);
             const float sum = sum_of_columns<C>(square);
+#if __CUDA_ARCH__ >= 900  // only wide.cu takes columns
+            if constexpr (COLUMNS == DV && C == 4) {
+                if (to.records) {
+                    put_head(row, head, out, sum, to, lane);
+                    continue;
+                }
+            }
+#endif
+            store_some<C>(gated + row * (VALUE_HEADS * DV) + head * DV + column, out);
             if (lane % (32 / C) == 0) squares[(row * VALUE_HEADS + head) * VALUE_SPLIT + column / 32] = sum;
         }
     }
@@ -243,8 +279,8 @@ __device__ __forceinline__ void delta(const Segment* segments, const float* proj
 #define DELTA(name, columns)                                                                                                       \
     extern "C" __global__ void __launch_bounds__(THREADS, 2) name(                                                                 \
         const Segment* segments, const float* projected, const float* conv_weights, const float* a_log, const float* dt_bias,      \
-        const float* norm, float* states, u64 state_stride, float* convs, u64 conv_stride, float* gated, float* squares) {         \
-        delta<columns>(segments, projected, conv_weights, a_log, dt_bias, norm, states, state_stride, convs, conv_stride, gated, squares); \
+        const float* norm, float* states, u64 state_stride, float* convs, u64 conv_stride, float* gated, float* squares, Columns to) { \
+        delta<columns>(segments, projected, conv_weights, a_log, dt_bias, norm, states, state_stride, convs, conv_stride, gated, squares, to); \
     }
 DELTA(delta_1, 1)
 #if DV % 128 == 0

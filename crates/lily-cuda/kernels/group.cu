@@ -14,9 +14,116 @@ extern __shared__ __align__(128) u8 shared[];
 
 #define PART (TILE_ROWS * 4)  // sums of a row block: [row][pair]
 
+// Every thread arrives for itself: one for its warp would do and be no faster, but racecheck does not follow that.
 struct Ring {
     u64 full[RING], empty[RING];
-    u64 added[PARTS], summed[PARTS];  // of parts: free again, and there
+    u64 added[PARTS];  // parts that are free again; those that are there are told at the hardware's barriers
+};
+
+// The hardware's barrier of a slot of parts: the multiplying warps arrive and go on, the adding one waits for all of them.
+#define PARTS_THERE(slot) (1 + (slot))
+__device__ __forceinline__ void parts_arrive(u32 slot) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(PARTS_THERE(slot)), "n"(THREADS + 32) : "memory");
+}
+__device__ __forceinline__ void parts_wait(u32 slot) {
+    asm volatile("bar.sync %0, %1;" ::"r"(PARTS_THERE(slot)), "n"(THREADS + 32) : "memory");
+}
+
+// The pieces of work and the pairs that they are of, in order of experts: as `route` lists them, or in shared memory.
+struct Lists {
+    const Work* work;
+    const u32* pairs;
+    u32 pieces, routed;  // in all; of routed experts
+    __device__ __forceinline__ Work at(u32 piece) const {
+        Work w;
+        asm volatile("ld.relaxed.gpu.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(w.expert), "=r"(w.first), "=r"(w.count), "=r"(w.unused) : "l"(work + piece) : "memory");
+        return w;
+    }
+    __device__ __forceinline__ u32 pair(u32 i) const {
+        u32 pair;
+        asm volatile("ld.relaxed.gpu.u32 %0, [%1];" : "=r"(pair) : "l"(pairs + i) : "memory");
+        return pair;
+    }
+};
+
+// Steps of up to LISTED_ROWS rows come without lists: each block makes them for itself, of what `router_q8` has chosen. A row is a
+// bit of an expert's word, a pair a thread.
+#define LISTED_ROWS (GROUP_THREADS / TOP_K < 32 ? GROUP_THREADS / TOP_K : 32)
+#define BY_COPIES 4  // pairs of a piece
+struct Grouping {
+    u32 rows[EXPERTS];   // that chose the expert, a bit each; 0 before
+    u32 first[EXPERTS];  // of its pairs
+    u32 sums[WARPS];     // of a warp's experts: pairs, and pieces in the upper half
+    uint4 work[LISTED_ROWS * SLOTS];
+    u32 pairs[LISTED_ROWS * SLOTS];
+};
+
+// By all threads of the block. A thread has EACH experts, so that places in the lists are sums over the threads before it. Loops
+// are not unrolled: this runs once, and then its length is what it costs.
+__device__ __forceinline__ Lists group_pairs(Grouping& g, const u32* chosen, u32 rows) {
+    constexpr u32 EACH = (EXPERTS + THREADS - 1) / THREADS;
+    const u32 tid = threadIdx.x, warp = tid / 32, lane = tid % 32, routed_pairs = rows * TOP_K, row = tid / TOP_K;
+    // A row chooses an expert once.
+    const u32 expert = tid < routed_pairs ? __ldcg(chosen + tid) : 0;
+    if (tid < routed_pairs) atomicOr(&g.rows[expert], 1u << row);
+    __syncthreads();
+    u32 own = 0;
+#pragma unroll
+    for (u32 e = tid * EACH; e < tid * EACH + EACH; e++) {
+        const u32 count = e < EXPERTS ? __popc(g.rows[e]) : 0;
+        own += count + ((count + BY_COPIES - 1) / BY_COPIES << 16);
+    }
+    u32 before = own;
+#pragma unroll
+    for (u32 o = 1; o < 32; o <<= 1) {
+        const u32 other = __shfl_up_sync(FULL, before, o);
+        before += lane >= o ? other : 0;
+    }
+    if (lane == 31 && warp < WARPS) g.sums[warp] = before;
+    before -= own;
+    __syncthreads();
+    u32 all = 0;
+#pragma unroll
+    for (u32 k = 0; k < WARPS; k++) {
+        before += k < warp ? g.sums[k] : 0;
+        all += g.sums[k];
+    }
+    const u32 routed = all >> 16, shared_pieces = (rows + BY_COPIES - 1) / BY_COPIES;
+#pragma unroll 1
+    for (u32 e = tid * EACH; e < tid * EACH + EACH && e < EXPERTS; e++) {
+        u32 first = before & 0xffff, left = __popc(g.rows[e]);
+        g.first[e] = first;
+#pragma unroll 1
+        for (; left > 0; before += 1 << 16) {
+            const u32 count = min(left, (u32)BY_COPIES);
+            g.work[before >> 16] = make_uint4(e, first, count, 0);
+            first += count;
+            left -= count;
+            before += count;
+        }
+    }
+    if (tid < shared_pieces) g.work[routed + tid] = make_uint4(EXPERTS, routed_pairs + tid * BY_COPIES, min((u32)BY_COPIES, rows - tid * BY_COPIES), 0);
+    if (tid < rows) g.pairs[routed_pairs + tid] = tid * SLOTS + TOP_K;
+    __syncthreads();
+    if (tid < routed_pairs) g.pairs[g.first[expert] + __popc(g.rows[expert] & ((1u << row) - 1))] = row * SLOTS + tid % TOP_K;
+    __syncthreads();
+    return Lists{(const Work*)g.work, g.pairs, routed + shared_pieces, routed};
+}
+
+// A step's lists: `route`'s, or with what `router_q8` has chosen the block's own.
+struct Routed {
+    const Work* work;
+    const u32* counts;
+    const u32* pairs;
+    const u32* chosen;  // null: lists are there
+    u32 rows;
+    u32 unused;
+    __device__ __forceinline__ Lists lists(Grouping& g) const {
+        if (chosen) return group_pairs(g, chosen, rows);
+        const uint2 n = __ldcg((const uint2*)counts);
+        return Lists{work, pairs, n.x, n.y};
+    }
 };
 
 // One of the pieces of work, and which of its strips.
@@ -25,37 +132,32 @@ struct Strip {
     u32 left;  // strips of this piece from here on
 };
 
-// The strips of a block. Pieces of routed experts have ROUTED strips each; those of the shared one come behind them.
+// The strips of a block, dealt evenly and in order. Pieces of routed experts have ROUTED each; those of the shared one come behind
+// them.
 template <u32 ROUTED, u32 SHARED> struct Deal {
-    u32 routed, begin, end;
-    __device__ __forceinline__ explicit Deal(const u32* counts) {
-        const uint2 n = __ldcg((const uint2*)counts);
-        routed = n.y;
-        const u64 all = (u64)n.y * ROUTED + (u64)(n.x - n.y) * SHARED;
-        begin = blockIdx.x * all / gridDim.x;
-        end = (blockIdx.x + 1) * all / gridDim.x;
+    u32 routed, begin, end;  // strips of routed experts; the block's
+    __device__ __forceinline__ explicit Deal(const Lists& lists) {
+        routed = lists.routed * ROUTED;
+        const u32 all = routed + (lists.pieces - lists.routed) * SHARED, each = all / gridDim.x, rest = all % gridDim.x;
+        begin = blockIdx.x * each + blockIdx.x * rest / gridDim.x;
+        end = (blockIdx.x + 1) * each + (blockIdx.x + 1) * rest / gridDim.x;
     }
     __device__ __forceinline__ Strip at(u32 i) const {
-        if (i < routed * ROUTED) return Strip{i / ROUTED, i % ROUTED, ROUTED - i % ROUTED};
-        const u32 j = i - routed * ROUTED;
-        return Strip{routed + j / SHARED, j % SHARED, SHARED - j % SHARED};
+        if (i < routed) return Strip{i / ROUTED, i % ROUTED, ROUTED - i % ROUTED};
+        const u32 j = i - routed;
+        return Strip{routed / ROUTED + j / SHARED, j % SHARED, SHARED - j % SHARED};
     }
 };
 
-__device__ __forceinline__ Work read_work(const Work* work, u32 piece) {
-    const uint4 w = __ldcg((const uint4*)(work + piece));
-    return Work{w.x, w.y, w.z, w.w};
-}
-
-__device__ __forceinline__ void init_ring(Ring& ring) {
+__device__ __forceinline__ void init(Ring& ring, Grouping& g) {
+    for (u32 e = threadIdx.x; e < EXPERTS; e += GROUP_THREADS) g.rows[e] = 0;
     if (threadIdx.x == 0) {
         for (u32 i = 0; i < RING; i++) {
             barrier_init(&ring.full[i], 1);
-            barrier_init(&ring.empty[i], WARPS);
+            barrier_init(&ring.empty[i], THREADS);
         }
         for (u32 i = 0; i < PARTS; i++) {
-            barrier_init(&ring.added[i], 1);
-            barrier_init(&ring.summed[i], WARPS);
+            barrier_init(&ring.added[i], 32);
         }
         barrier_fence();
     }
@@ -64,11 +166,11 @@ __device__ __forceinline__ void init_ring(Ring& ring) {
 
 // Brings strips, by one thread. `bytes` and `source` say how long strip `index` of an expert is and where.
 template <typename D, typename Bytes, typename Source>
-__device__ __forceinline__ void bring(Ring& ring, const D& deal, const Work* work, u32 stage_bytes, Bytes bytes, Source source) {
+__device__ __forceinline__ void bring(Ring& ring, const D& deal, const Lists& lists, u32 stage_bytes, Bytes bytes, Source source) {
     u32 k = 0;
     for (u32 i = deal.begin; i < deal.end;) {
         Strip s = deal.at(i);
-        const u32 expert = read_work(work, s.piece).expert, until = min(deal.end, i + s.left);
+        const u32 expert = lists.at(s.piece).expert, until = min(deal.end, i + s.left);
         for (; i < until; i++, k++, s.index++) {
             const u32 stage = k % RING;
             if (k >= RING) barrier_wait(&ring.empty[stage], (k / RING - 1) & 1);
@@ -83,11 +185,11 @@ __device__ __forceinline__ void bring(Ring& ring, const D& deal, const Work* wor
 struct Pairs {
     u32 column, token, expert;
     bool has_column, has_token;
-    __device__ __forceinline__ Pairs(const Work& w, const u32* pairs, int lane) {
+    __device__ __forceinline__ Pairs(const Work& w, const Lists& lists, int lane) {
         expert = w.expert;
         has_column = (lane >> 3) < w.count;
         has_token = (lane & 3) < w.count;
-        column = has_column ? __ldcg(pairs + w.first + (lane >> 3)) : 0;
+        column = has_column ? lists.pair(w.first + (lane >> 3)) : 0;
         token = __shfl_sync(FULL, column, (lane & 3) * 8);
     }
 };
@@ -140,27 +242,22 @@ __device__ __forceinline__ void multiply_strip(const u8* tiles, u32 count, const
     part[lane + 32] = total[1];
 }
 
-// Says that a warp is through with a barrier's thing.
-__device__ __forceinline__ void warp_arrive(u64* bar, int lane) {
-    __syncwarp();
-    if (lane == 0) barrier_arrive(bar);
-}
-
 // middle[pair] = SiLU(gate x) * (up x). A strip is one row block.
 extern "C" __global__ void __launch_bounds__(GROUP_THREADS, 2)
-gate_up_group_q4(const u8* experts, const u8* shared_expert, const Work* work, const u32* counts, const u32* pairs,
-                 const u8* fragments, const Unit* units, const float* scale, float* middle) {
+gate_up_group_q4(const u8* experts, const u8* shared_expert, Routed step, const u8* fragments, const Unit* units, const float* scale, float* middle) {
     constexpr u32 MOST = Share<HIDDEN_TILES>::MOST, STRIP = HIDDEN_TILES * tile_bytes<Q4>();
     __shared__ Ring ring;
+    __shared__ Grouping grouping;
     __shared__ float parts[PARTS][WARPS][PART];
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    init_ring(ring);
+    init(ring, grouping);
     wait_for_inputs();
-    launch_dependents();  // not before: `down_group_q4` reads the list of work ahead of its wait
-    const Deal<GATE_UP_BLOCKS, SHARED_BLOCKS> deal(counts);
+    launch_dependents();  // not before: `down_group_q4` reads the choice ahead of its wait
+    const Lists lists = step.lists(grouping);
+    const Deal<GATE_UP_BLOCKS, SHARED_BLOCKS> deal(lists);
     if (warp == BRINGER) {
         if (lane == 0)
-            bring(ring, deal, work, STRIP, [](u32, u32) { return STRIP; }, [&](u32 expert, u32 index) {
+            bring(ring, deal, lists, STRIP, [](u32, u32) { return STRIP; }, [&](u32 expert, u32 index) {
                 return (expert == EXPERTS ? shared_expert : experts + (u64)expert * GATE_UP_BLOCKS * STRIP) + (u64)index * STRIP;
             });
         return;
@@ -170,22 +267,18 @@ gate_up_group_q4(const u8* experts, const u8* shared_expert, const Work* work, c
     for (u32 i = deal.begin; i < deal.end;) {
         const Strip s = deal.at(i);
         const u32 until = min(deal.end, i + s.left), first = i - s.index;
-        const Pairs of(read_work(work, s.piece), pairs, lane);
+        const Pairs of(lists.at(s.piece), lists, lane);
         if (warp == ADDER) {
             const float row_scale = of.has_column ? __ldcg(scale + of.column / SLOTS) : 0.0f;
 #pragma unroll 1
             for (; i < until; i++, k++) {
-                barrier_wait(&ring.summed[k % PARTS], k / PARTS & 1);
+                parts_wait(k % PARTS);
                 // Eight lanes a pair.
                 const u32 r = lane % 8, block = i - first;
                 const float* p = parts[k % PARTS][0] + r * 4 + lane / 8;
-                float gate = 0, up = 0;
-#pragma unroll
-                for (int w = 0; w < WARPS; w++) {
-                    gate += p[w * PART];
-                    up += p[w * PART + 32];
-                }
-                warp_arrive(&ring.added[k % PARTS], lane);
+                const float gate = sum_of<WARPS>([&](int w) { return p[w * PART]; });
+                const float up = sum_of<WARPS>([&](int w) { return p[w * PART + 32]; });
+                barrier_arrive(&ring.added[k % PARTS]);
                 const u32 width = of.expert == EXPERTS ? SHARED_WIDTH : EXPERT_WIDTH;
                 if (of.has_column && block * 8 + r < width) middle[(u64)of.column * (MIDDLE) + block * 8 + r] = swiglu(gate, up, row_scale);
             }
@@ -203,33 +296,31 @@ gate_up_group_q4(const u8* experts, const u8* shared_expert, const Work* work, c
             if (k >= PARTS) barrier_wait(&ring.added[k % PARTS], (k / PARTS - 1) & 1);
             barrier_wait(&ring.full[k % RING], k / RING & 1);
             multiply_strip<MOST>(shared + k % RING * STRIP + mine.first * tile_bytes<Q4>(), mine.count, in, lane, parts[k % PARTS][warp]);
-            __syncwarp();
-            if (lane == 0) {
-                barrier_arrive(&ring.empty[k % RING]);
-                barrier_arrive(&ring.summed[k % PARTS]);
-            }
+            parts_arrive(k % PARTS);
+            barrier_arrive(&ring.empty[k % RING]);
         }
     }
 }
 
 // expanded[pair] = down middle[pair]. A strip is DOWN_GROUP row blocks.
 extern "C" __global__ void __launch_bounds__(GROUP_THREADS, 2)
-down_group_q4(const u8* experts, const u8* shared_expert, const Work* work, const u32* counts, const u32* pairs,
-              const float* middle, float* expanded) {
+down_group_q4(const u8* experts, const u8* shared_expert, Routed step, const float* middle, float* expanded) {
     constexpr u32 MOST = Share<MIDDLE_TILES>::MOST, STAGE = DOWN_GROUP * MIDDLE_TILES * tile_bytes<Q4>();
     __shared__ Ring ring;
+    __shared__ Grouping grouping;
     constexpr u32 SLOTS_OF_PARTS = PARTS / DOWN_GROUP;
     __shared__ __align__(16) float parts[SLOTS_OF_PARTS][DOWN_GROUP][WARPS][PART];
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     launch_dependents();
-    init_ring(ring);
-    // The list of work is there before the wait: the predecessor let this kernel start only once it had it.
-    const Deal<DOWN_STRIPS, DOWN_STRIPS> deal(counts);
+    init(ring, grouping);
+    // The choice is there before the wait: the predecessor let this kernel start only once it had it.
+    const Lists lists = step.lists(grouping);
+    const Deal<DOWN_STRIPS, DOWN_STRIPS> deal(lists);
     auto row_blocks = [](u32 index) { return min((u32)DOWN_GROUP, HIDDEN_BLOCKS - index * DOWN_GROUP); };
     auto row_block_bytes = [](u32 expert) { return (expert == EXPERTS ? SHARED_TILES : EXPERT_TILES) * tile_bytes<Q4>(); };
     if (warp == BRINGER) {
         if (lane == 0)
-            bring(ring, deal, work, STAGE, [&](u32 expert, u32 index) { return row_blocks(index) * row_block_bytes(expert); },
+            bring(ring, deal, lists, STAGE, [&](u32 expert, u32 index) { return row_blocks(index) * row_block_bytes(expert); },
                   [&](u32 expert, u32 index) {
                       const u64 bytes = row_block_bytes(expert);
                       return (expert == EXPERTS ? shared_expert : experts + (u64)expert * HIDDEN_BLOCKS * bytes) + index * DOWN_GROUP * bytes;
@@ -241,8 +332,8 @@ down_group_q4(const u8* experts, const u8* shared_expert, const Work* work, cons
     for (u32 i = deal.begin; i < deal.end;) {
         const Strip s = deal.at(i);
         const u32 until = min(deal.end, i + s.left), first = i - s.index;
-        const Work w = read_work(work, s.piece);
-        const Pairs of(w, pairs, lane);
+        const Work w = lists.at(s.piece);
+        const Pairs of(w, lists, lane);
         if (warp == ADDER) {
             float* to[4];
 #pragma unroll
@@ -250,25 +341,18 @@ down_group_q4(const u8* experts, const u8* shared_expert, const Work* work, cons
 #pragma unroll 1
             for (; i < until; i++, k++) {
                 const u32 slot = k % SLOTS_OF_PARTS, rows = row_blocks(i - first) * TILE_ROWS, row0 = (i - first) * (DOWN_GROUP * TILE_ROWS);
-                barrier_wait(&ring.summed[slot], k / SLOTS_OF_PARTS & 1);
+                parts_wait(slot);
 #pragma unroll
                 for (u32 row = lane; row < DOWN_GROUP * TILE_ROWS; row += 32) {
                     const float4* p = (const float4*)parts[slot][row / TILE_ROWS][0] + row % TILE_ROWS;
-                    float v[4] = {0, 0, 0, 0};
-#pragma unroll
-                    for (int j = 0; j < WARPS; j++) {
-                        const float4 x = p[j * (PART / 4)];
-                        v[0] += x.x;
-                        v[1] += x.y;
-                        v[2] += x.z;
-                        v[3] += x.w;
-                    }
+                    const float4 sum = sum_of<WARPS>([&](int j) { return p[j * (PART / 4)]; });
+                    const float v[4] = {sum.x, sum.y, sum.z, sum.w};
                     if (row >= rows) continue;
 #pragma unroll
                     for (int t = 0; t < 4; t++)
                         if (to[t]) to[t][row0 + row] = v[t];
                 }
-                warp_arrive(&ring.added[slot], lane);
+                barrier_arrive(&ring.added[slot]);
             }
             continue;
         }
@@ -288,11 +372,8 @@ down_group_q4(const u8* experts, const u8* shared_expert, const Work* work, cons
 #pragma unroll
             for (u32 u = 0; u < DOWN_GROUP; u++)
                 if (u < blocks) multiply_strip<MOST>(strip + u * bytes, count, in, lane, parts[slot][u][warp]);
-            __syncwarp();
-            if (lane == 0) {
-                barrier_arrive(&ring.empty[k % RING]);
-                barrier_arrive(&ring.summed[slot]);
-            }
+            parts_arrive(slot);
+            barrier_arrive(&ring.empty[k % RING]);
         }
     }
 }

@@ -99,9 +99,7 @@ __device__ __forceinline__ void matmul(Matrix w, const u8* fragments, const Unit
     for (u32 i = threadIdx.x; i < R * TILE_ROWS * NT * 4; i += THREADS) {
         const u32 row = block0 * TILE_ROWS + i % (R * TILE_ROWS), token = token0 + i / (R * TILE_ROWS);
         if (row >= w.rows || token >= tokens) continue;
-        float v = 0;
-#pragma unroll
-        for (int k = 0; k < WARPS; k++) v += partial[k][i];
+        float v = sum_of<WARPS>([&](int k) { return partial[k][i]; });
         if (scale) v = __fmul_rn(v, __ldcg(scale + token));
         float* out = y + (u64)token * stride + row;
         *out = add ? *out + v : v;

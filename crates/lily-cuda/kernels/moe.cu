@@ -17,18 +17,13 @@ route(const float* logits, u32 rows, u32 group, float* weights, u32* chosen, u32
     wait_for_inputs();
     u32 mine = 0;  // of the row whose index is `warp`
     for (u32 row = warp; row < rows; row += 32) {
-        u32 index;
-        float value;
         const float* l = logits + (u64)row * ROUTER_ROWS;
-        warp_top_k(l, lane, scratch[warp], index, value);
+        const u32 index = choose([&](u32 i) { return __ldcg(l + i); }, lane, scratch[warp], weights + row * SLOTS);
         if (lane < TOP_K) {
             atomicAdd(&size[index], 1);
             if (row == warp) mine = index;
             else chosen[row * TOP_K + lane] = index;
         }
-        const float weight = top_k_weight(value, lane);
-        if (lane < TOP_K) weights[row * SLOTS + lane] = weight;
-        if (lane == TOP_K) weights[row * SLOTS + TOP_K] = sigmoid(__ldcg(l + EXPERTS));
     }
     __syncthreads();
     // A thread an expert: sums over those before it, first within the warp, then over warps.
@@ -127,11 +122,8 @@ __device__ __forceinline__ void gate_up(const u8* experts, const u8* shared_expe
         __syncthreads();
         for (u32 j = threadIdx.x; j < w.count * 8; j += THREADS) {
             const u32 pair = j / 8, r = j % 8, width = w.expert == EXPERTS ? SHARED_WIDTH : EXPERT_WIDTH;
-            float gate = 0, up = 0;
-            for (int k = 0; k < WARPS; k++) {
-                gate += partial[k][pair][r];
-                up += partial[k][pair][r + 8];
-            }
+            const float gate = sum_of<WARPS>([&](int k) { return partial[k][pair][r]; });
+            const float up = sum_of<WARPS>([&](int k) { return partial[k][pair][r + 8]; });
             const float s = __ldcg(scale + rows[pair]);
             if (block * 8 + r < width) middle[(u64)mine[pair] * (MIDDLE) + block * 8 + r] = swiglu(gate, up, s);
         }
@@ -161,24 +153,50 @@ __device__ __forceinline__ void down(const u8* experts, const u8* shared_expert,
         __syncthreads();
         for (u32 j = threadIdx.x; j < w.count * TILE_ROWS; j += THREADS) {
             const u32 pair = j / TILE_ROWS, r = j % TILE_ROWS;
-            float v = 0;
-            for (int k = 0; k < WARPS; k++) v += partial[k][pair][r];
+            const float v = sum_of<WARPS>([&](int k) { return partial[k][pair][r]; });
             if (block * TILE_ROWS + r < HIDDEN) expanded[(u64)mine[pair] * HIDDEN + block * TILE_ROWS + r] = v;
         }
     }
 }
 
-// x[row] += sum over slots of weight * expanded, in the order of the slots.
-extern "C" __global__ void __launch_bounds__(THREADS) add_experts(const float* weights, const float* expanded, float* x) {
+// x[row] += sum over slots of weight * expanded, in the order of the slots; and x times the next norm's gain as columns, with the sums
+// of squares of its eighths. A warp an eighth of a row. Grid: (WARPS / ADD_WARPS, rows).
+#define ADD_WARPS 2
+extern "C" __global__ void __launch_bounds__(32 * ADD_WARPS)
+add_experts(const float* weights, const float* expanded, float* x, const float* gain, Columns to, float* squares) {
     launch_dependents();
+    const u32 row = blockIdx.y, eighth = blockIdx.x * ADD_WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
+    const u32 last = first_tile(eighth + 1, HIDDEN_TILES);
+    __shared__ float4 parts[32 * ADD_WARPS][2 * SLOTS + 1];  // one more: lanes' values lie in different banks
+    float square = 0;
     wait_for_inputs();
-    const u64 row = blockIdx.y;
-    const u32 i = blockIdx.x * THREADS + threadIdx.x;
-    if (i >= HIDDEN) return;
-    float y = 0;
+    for (u32 tile0 = first_tile(eighth, HIDDEN_TILES); tile0 < last; tile0 += 4) {
+        const Place p = place(tile0, last, HIDDEN, lane);
+        // All that is read is on its way at a time, which registers would not suffice for.
+        float4* mine = parts[threadIdx.x];
 #pragma unroll
-    for (int s = 0; s < SLOTS; s++) y = fmaf(__ldcg(weights + row * SLOTS + s), __ldcg(expanded + (row * SLOTS + s) * HIDDEN + i), y);
-    x[row * HIDDEN + i] += y;
+        for (int s = 0; s < 2 * SLOTS; s++) copy16(mine + s, expanded + ((u64)row * SLOTS + s / 2) * HIDDEN + p.col + s % 2 * 4, p.active);
+        float v[8] = {}, sum[8] = {}, gains[8] = {};
+        if (p.active) load8(x + (u64)row * HIDDEN + p.col, v);
+        if (to.records) load_factors<NORMED>(gain, p, gains);
+        const float weight = lane < SLOTS ? __ldcg(weights + row * SLOTS + lane) : 0;
+        asm volatile("cp.async.wait_all;" ::: "memory");
+#pragma unroll
+        for (int s = 0; s < SLOTS; s++) {
+            const float w = __shfl_sync(FULL, weight, s);
+            const float4 a = mine[2 * s], b = mine[2 * s + 1];
+            const float part[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+            for (int i = 0; i < 8; i++) sum[i] = fmaf(w, part[i], sum[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < 8; i++) v[i] += sum[i];
+        if (p.active) store8(x + (u64)row * HIDDEN + p.col, v);
+        if (to.records) put_columns(row, p, v, gains, to, lane, square);
+    }
+    if (!to.records) return;
+    square = warp_sum(square);
+    if (lane == 0) squares[row * WARPS + eighth] = square;
 }
 
 #define MOE(suffix, form)                                                                                                     \

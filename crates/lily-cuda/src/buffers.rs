@@ -8,6 +8,7 @@ use crate::driver::{Buffer, Context, DriverError};
 use crate::forward::SPLIT_ROWS;
 use crate::pack::TILE_COLS;
 use crate::step::{Layout, MAX_SEGMENTS};
+use crate::wide::{columns_bytes, eighths};
 
 /// Activations and results; made once, for the largest step.
 pub struct Buffers {
@@ -23,6 +24,10 @@ pub struct Buffers {
     pub units: Buffer,
     /// See `fragments`.
     pub scale: Buffer,
+    /// Inputs of products as columns of digits.
+    pub columns: Buffer,
+    /// Sums of squares of the eighths of such inputs.
+    pub eighths: Buffer,
     /// Input of a mixer's last product: gated readout, or gated attention.
     pub mixed: Buffer,
     /// Partial sums of squares of the readout.
@@ -90,6 +95,8 @@ impl Buffers {
             fragments: allocate(rows * tiles * 256)?,
             units: floats(2 * rows * tiles)?,
             scale: floats(rows)?,
+            columns: allocate(columns_bytes(rows, c.hidden_size.max(mixed).div_ceil(TILE_COLS)))?,
+            eighths: floats(eighths(rows))?,
             mixed: floats(rows * mixed)?,
             squares: floats(rows * g.value_width() / 32)?,
             queries: floats(rows * a.query_width())?,

@@ -1,9 +1,12 @@
-//! Products of several tokens by clusters of blocks: how they are cut into what `kernels/cluster.cu` takes.
+//! Products of several tokens from 8-bit weights, by clusters of blocks: how they are cut into what `kernels/cluster.cu` takes.
+
+use lily_model::config::Config;
 
 use crate::driver::{Args, Buffer, Context, DriverError, Shape};
 use crate::forward::{Device, Input, Product};
 use crate::kernels::Kernels;
-use crate::pack::{Packing, TILE_ROWS};
+use crate::pack::{Packing, TILE_COLS, TILE_ROWS};
+use crate::weights::DeviceMatrix;
 
 /// Warps of a block, as there.
 const WARPS: u32 = 8;
@@ -15,7 +18,7 @@ const DECLARED: u32 = 2 << 10;
 const CAPABILITY: u32 = 90;
 
 /// Kernels whose dynamic shared memory is all that a block may have.
-const KERNELS: [&str; 4] = ["product_q4_8", "product_q4_32", "product_q8_8", "product_q8_32"];
+const KERNELS: [&str; 3] = ["product_q8_8", "product_q8_32", "router_q8"];
 
 /// What a device has for these products.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -45,6 +48,15 @@ pub fn shared(context: &Context) -> Vec<(&'static str, u32)> {
     KERNELS.iter().map(|name| (*name, context.shared_memory - DECLARED)).collect()
 }
 
+/// Dynamic shared memory of `router_q8`: `RouterShared` there, rounded up.
+fn router_shared(c: &Config) -> usize {
+    let (cluster, tiles) = (CLUSTER as usize, c.hidden_size.div_ceil(TILE_COLS).div_ceil(CLUSTER as usize));
+    let rows = (c.moe.experts + 1).next_multiple_of(TILE_ROWS);
+    let inputs = cluster * tiles * (128 + 8);
+    let sums = (cluster + 1) * rows * 4;
+    rows / TILE_ROWS * tiles * Packing::Q8.tile_bytes() + inputs + sums + (1 << 10)
+}
+
 impl Clusters {
     /// Asks the device; `None` if it has no clusters, or not of this size.
     pub fn new(context: &Context, kernels: &Kernels) -> Result<Option<Self>, DriverError> {
@@ -53,7 +65,7 @@ impl Clusters {
         }
         let shared = context.shared_memory - DECLARED;
         let shape = Shape { grid: [CLUSTER, 1, 1], threads: WARPS * 32, shared, overlap: false };
-        let most = context.most_clusters(kernels.get("product_q4_32")?, shape, CLUSTER)?;
+        let most = context.most_clusters(kernels.get("product_q8_32")?, shape, CLUSTER)?;
         tracing::debug!("{most} clusters of {CLUSTER} blocks run at a time");
         Ok((most > 0).then_some(Self { most, shared }))
     }
@@ -80,6 +92,33 @@ impl Clusters {
 }
 
 impl Device {
+    /// Chooses the experts of `rows` rows of x: launches `router_q8`, where it can be used; says whether. Their fragments stay for the
+    /// experts.
+    pub(crate) fn choose(
+        &self,
+        router: &DeviceMatrix,
+        gain: &Buffer,
+        rows: u32,
+    ) -> Result<bool, DriverError> {
+        let (Some(clusters), b, shared) = (&self.clusters, &self.buffers, router_shared(&self.config)) else {
+            return Ok(false);
+        };
+        if router.packing != Packing::Q8 || shared > clusters.shared as usize {
+            return Ok(false);
+        }
+        let mut args = Args::new();
+        args.u64(router.tiles.address()).u64(b.x.address()).u64(gain.address()).u32(rows);
+        args.u64(b.fragments.address()).u64(b.units.address()).u64(b.scale.address());
+        args.u64(b.weights.address()).u64(b.chosen.address()).moves(router.tiles.bytes() as u64);
+        let (grid, threads) = ([CLUSTER, rows.div_ceil(CLUSTER), 1], WARPS * 32);
+        self.launch_with(
+            "router_q8",
+            Shape { grid, threads, shared: shared as u32, overlap: true },
+            &mut args,
+        )?;
+        Ok(true)
+    }
+
     /// Launches a product, if it is one for clusters; says whether.
     pub(crate) fn clustered(&self, p: &Product<'_>) -> Result<bool, DriverError> {
         let (Some(clusters), b) = (&self.clusters, &self.buffers) else { return Ok(false) };
@@ -87,8 +126,6 @@ impl Device {
         // Few row blocks keep few warps busy: then tokens are spread over more clusters.
         let tokens = if p.rows <= 8 || blocks < 2 * clusters.most { 8 } else { 32 };
         let name = match (p.w.packing, tokens) {
-            (Packing::Q4, 8) => "product_q4_8",
-            (Packing::Q4, _) => "product_q4_32",
             (Packing::Q8, 8) => "product_q8_8",
             (Packing::Q8, _) => "product_q8_32",
             _ => return Ok(false),

@@ -15,7 +15,7 @@ use crate::state::{self, State};
 use crate::step::{Layout, Plan};
 use crate::token::Token;
 use crate::weights::{DeviceWeights, Random};
-use crate::{LoadError, Options, check_shapes, cluster};
+use crate::{LoadError, Options, check_shapes, cluster, wide};
 
 /// Where weights come from.
 pub(crate) enum Source<'a> {
@@ -83,6 +83,7 @@ impl Device {
                     .filter(|(_, bytes)| *bytes + (40 << 10) <= context.shared_memory),
             );
             shared.extend(cluster::shared(&context));
+            shared.extend(wide::shared(&context));
             Kernels::load(&context, &config, options.cache.as_deref(), &shared)?
         };
         let weights = match source {
@@ -101,9 +102,11 @@ impl Device {
         let buffers = Buffers::new(&context, &config, &layout, length)?;
         let grouped = options.fast_decode && group_sizes.fit(&context);
         let clusters = if options.fast_decode { cluster::Clusters::new(&context, &kernels)? } else { None };
+        let wide = if options.fast_decode { wide::Wide::new(&context, &kernels)? } else { None };
         let mut device = Self {
             grouped,
             clusters,
+            wide,
             token: None,
             context,
             config,
@@ -196,6 +199,18 @@ mod tests {
             println!("batch {batch}: {} bytes, {ratio:.4} times what must be", moved.bytes);
             assert!((0.99..1.05).contains(&ratio), "{ratio}");
             assert_eq!(moved.bytes_per_position, 2 * footprint.kv_values_per_token * batch as u64);
+        }
+    }
+
+    #[test]
+    fn the_router_of_up_to_32_tokens_chooses_and_that_of_more_is_followed_by_a_list() {
+        for (batch, expected, not) in
+            [(2, "router_q8", "route"), (32, "router_q8", "route"), (33, "route", "router_q8")]
+        {
+            let (config, launches) = launches(batch);
+            let count = |name| launches.iter().filter(|launch| launch.name == name).count();
+            let layers = config.layers.len();
+            assert_eq!([expected, "gate_up_group_q4", not].map(count), [layers, layers, 0], "{batch}");
         }
     }
 

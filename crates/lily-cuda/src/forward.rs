@@ -13,6 +13,7 @@ use crate::pack::{Packing, TILE_COLS, TILE_ROWS};
 use crate::state::State;
 use crate::step::{Layout, Plan};
 use crate::weights::{DeviceLayer, DeviceMatrix, DeviceMixer, DeviceMoe, DeviceWeights, Stack};
+use crate::wide::Wide;
 
 /// Threads of most blocks.
 pub const THREADS: u32 = 256;
@@ -26,6 +27,10 @@ const FLASH_BLOCKS: u32 = 512;
 const GROUP: u32 = 16;
 /// See [`GROUP`].
 const GROUP_BY_COPIES: u32 = 4;
+/// Warps of a block of `combine` and of `add_experts`, as there.
+const COMBINE_WARPS: u32 = 2;
+/// See [`COMBINE_WARPS`].
+const ADD_WARPS: u32 = 2;
 /// Parts of a row of logits whose largest is sought at a time.
 const BEST_PARTS: u32 = 16;
 
@@ -51,6 +56,8 @@ pub struct Device {
     pub token: Option<crate::token::Token>,
     /// Products by clusters of blocks, where the device has them.
     pub clusters: Option<Clusters>,
+    /// Products by warpgroups, where the device has clusters.
+    pub wide: Option<Wide>,
     /// Where launches are noted, when a list is wanted.
     pub record: Option<crate::device::Record>,
     /// Kernels that are not launched, to see what a step costs without them. Its results mean nothing then.
@@ -73,6 +80,8 @@ pub(crate) struct Product<'a> {
     pub add: bool,
     /// Kernels behind this one want the inputs as fragments.
     pub keep: bool,
+    /// The kernel before has left the inputs as columns, if the product takes them.
+    pub ready: bool,
 }
 
 /// Where a product's input comes from.
@@ -101,8 +110,13 @@ impl Device {
         let rows = plan.rows as u32;
         self.embed(rows)?;
         let mut index = KindIndex::default();
-        for layer in &self.weights.layers {
-            self.layer(layer, &mut index, plan)?;
+        for (i, layer) in self.weights.layers.iter().enumerate() {
+            // What reads the residual stream next, and with which gain.
+            let next = match self.weights.layers.get(i + 1) {
+                Some(next) => Some((next.mixer.input(), &next.input_norm)),
+                None => plan.decode.then(|| (self.weights.lm_head(), &self.weights.norm)),
+            };
+            self.layer(layer, i > 0, next, &mut index, plan)?;
         }
         if plan.logits > 0 {
             self.logits(plan)?;
@@ -118,24 +132,43 @@ impl Device {
         self.finish(plan, BEST_PARTS)
     }
 
-    fn layer(&self, w: &DeviceLayer, index: &mut KindIndex, plan: &Plan) -> Result<(), DriverError> {
+    /// A layer. `ready`: the one before has left its input as columns; `next`: the product behind this layer, and the gain of its norm.
+    fn layer(
+        &self,
+        w: &DeviceLayer,
+        ready: bool,
+        next: Option<(&DeviceMatrix, &Buffer)>,
+        index: &mut KindIndex,
+        plan: &Plan,
+    ) -> Result<(), DriverError> {
         let (b, rows) = (&self.buffers, plan.rows as u32);
-        let product = |w, x, input, y, add| Product { w, x, input, y, rows, add, keep: false };
+        let first = |input| Product {
+            w: input,
+            x: &b.x,
+            input: Input::Norm(&w.input_norm),
+            y: &b.projected,
+            rows,
+            add: false,
+            keep: false,
+            ready,
+        };
+        let last =
+            |w, input, ready| Product { w, x: &b.mixed, input, y: &b.x, rows, add: true, keep: false, ready };
         match &w.mixer {
             DeviceMixer::Gdn { input, vectors, output } => {
-                self.product(&product(input, &b.x, Input::Norm(&w.input_norm), &b.projected, false))?;
-                self.delta(vectors, index.gdn, plan.segments as u32)?;
+                self.product(&first(input))?;
+                let ready = self.delta(vectors, index.gdn, plan, output)?;
                 index.gdn += 1;
-                self.product(&product(output, &b.mixed, Input::Heads, &b.x, true))?;
+                self.product(&last(output, Input::Heads, ready))?;
             }
             DeviceMixer::Attention { input, vectors, output } => {
-                self.product(&product(input, &b.x, Input::Norm(&w.input_norm), &b.projected, false))?;
-                self.attend(vectors, index.attention, rows)?;
+                self.product(&first(input))?;
+                self.attend(vectors, index.attention, rows, output)?;
                 index.attention += 1;
-                self.product(&product(output, &b.mixed, Input::Plain, &b.x, true))?;
+                self.product(&last(output, Input::Plain, true))?;
             }
         }
-        self.moe(&w.moe, &w.post_attention_norm, rows)
+        self.moe(&w.moe, &w.post_attention_norm, rows, next)
     }
 
     fn hidden(&self) -> u32 {
@@ -205,7 +238,7 @@ impl Device {
 
     /// A product: by clusters, or of inputs that another kernel has made ready.
     fn product(&self, p: &Product<'_>) -> Result<(), DriverError> {
-        if self.clustered(p)? {
+        if self.widely(p)? || self.clustered(p)? {
             return Ok(());
         }
         let width = match p.input {
@@ -240,9 +273,15 @@ impl Device {
         self.launch(name, [blocks.div_ceil(r), rows.div_ceil(tokens), 1], &mut args)
     }
 
-    /// Convolution and delta rule of layer `index` of its kind.
-    pub fn delta(&self, vectors: &[Buffer; 4], index: u64, segments: u32) -> Result<(), DriverError> {
-        let (b, s, g) = (&self.buffers, &self.state, &self.config.gdn);
+    /// Convolution and delta rule of layer `index` of its kind. Says whether it leaves columns for the product with `output`.
+    fn delta(
+        &self,
+        vectors: &[Buffer; 4],
+        index: u64,
+        plan: &Plan,
+        output: &DeviceMatrix,
+    ) -> Result<bool, DriverError> {
+        let (b, s, g, segments) = (&self.buffers, &self.state, &self.config.gdn, plan.segments as u32);
         let [segment_table, ..] = self.parts();
         let [conv, a_log, dt_bias, norm] = vectors.each_ref().map(Buffer::address);
         let states = s.recurrent.address() + index * 4 * g.state_len() as u64;
@@ -251,16 +290,26 @@ impl Device {
         args.u64(segment_table).u64(b.projected.address()).u64(conv).u64(a_log).u64(dt_bias).u64(norm);
         args.u64(states).u64(s.sizes.recurrent as u64 / 4).u64(convs).u64(s.sizes.conv as u64 / 4);
         args.u64(b.mixed.address()).u64(b.squares.address());
-        let states = u64::from(segments) * 2 * 4 * (g.state_len() + g.conv_state_len()) as u64;
-        args.moves(states + vectors.iter().map(|v| v.bytes() as u64).sum::<u64>());
         // Few sequences are spread over many blocks; for many, a block does once what its columns have in common.
         let (name, columns) =
             if segments >= 4 && g.value_dim % 128 == 0 { ("delta_4", 128) } else { ("delta_1", 32) };
-        self.launch(name, [(g.value_width() / columns) as u32, segments, 1], &mut args)
+        // Whole heads have their norm.
+        let ready = name == "delta_4" && g.value_dim == columns;
+        args.words(&if ready { self.columns_of(output, plan.rows as u32) } else { [0; 2] });
+        let states = u64::from(segments) * 2 * 4 * (g.state_len() + g.conv_state_len()) as u64;
+        args.moves(states + vectors.iter().map(|v| v.bytes() as u64).sum::<u64>());
+        self.launch(name, [(g.value_width() / columns) as u32, segments, 1], &mut args)?;
+        Ok(ready)
     }
 
-    /// From projections to gated attention, layer `index` of its kind.
-    pub fn attend(&self, vectors: &[Buffer; 2], index: u64, rows: u32) -> Result<(), DriverError> {
+    /// From projections to gated attention, layer `index` of its kind, as the product with `output` takes it.
+    fn attend(
+        &self,
+        vectors: &[Buffer; 2],
+        index: u64,
+        rows: u32,
+        output: &DeviceMatrix,
+    ) -> Result<(), DriverError> {
         let (b, s, a) = (&self.buffers, &self.state, &self.config.attention);
         let [segments, _, row_table] = self.parts();
         let layer = index * 2 * 2 * (PAGE * a.kv_width()) as u64;
@@ -290,53 +339,61 @@ impl Device {
 
         let mut args = Args::new();
         args.u64(row_table).u64(b.projected.address()).u64(b.partial.address()).u64(b.stats.address());
-        args.u32(splits).u64(b.mixed.address());
-        let grid = [a.heads as u32, rows, 1];
-        let shape = Shape { grid, threads: a.head_dim as u32, shared: 0, overlap: true };
+        args.u32(splits).u64(b.mixed.address()).words(&self.columns_of(output, rows));
+        let grid = [(a.query_width() as u32).div_ceil(4 * TILE_COLS as u32 * COMBINE_WARPS), rows, 1];
+        let shape = Shape { grid, threads: 32 * COMBINE_WARPS, shared: 0, overlap: true };
         self.launch_with("combine", shape, &mut args)
     }
 
-    fn moe(&self, w: &DeviceMoe, gain: &Buffer, rows: u32) -> Result<(), DriverError> {
-        let (b, hidden) = (&self.buffers, self.hidden());
-        let (x, y) = (&b.x, &b.router);
-        self.product(&Product {
-            w: &w.router,
-            x,
-            input: Input::Norm(gain),
-            y,
-            rows,
-            add: false,
-            keep: true,
-        })?;
-
+    fn moe(
+        &self,
+        w: &DeviceMoe,
+        gain: &Buffer,
+        rows: u32,
+        next: Option<(&DeviceMatrix, &Buffer)>,
+    ) -> Result<(), DriverError> {
+        let (b, hidden, x) = (&self.buffers, self.hidden(), &self.buffers.x);
         let grouped = self.grouped && w.gate_up.packing == Packing::Q4 && w.down.packing == Packing::Q4;
-        let group = if grouped { GROUP_BY_COPIES } else { GROUP };
+        // Rows of which the group kernels list the experts themselves, as there.
+        let listed = 32.min(GROUP_THREADS / self.config.moe.experts_per_token as u32);
+        if grouped && rows <= listed && self.choose(&w.router, gain, rows)? {
+            self.experts_by_copies(w, rows, true)?;
+        } else {
+            self.route(&w.router, gain, rows, if grouped { GROUP_BY_COPIES } else { GROUP })?;
+            if w.gate_up.packing.takes_digits() != w.router.packing.takes_digits() {
+                self.prepare(x, Input::Norm(gain), rows, hidden, w.gate_up.packing)?;
+            }
+            match grouped {
+                true => self.experts_by_copies(w, rows, false)?,
+                false => self.experts(w, rows)?,
+            }
+        }
+        let mut args = Args::new();
+        args.u64(b.weights.address()).u64(b.expanded.address()).u64(x.address());
+        args.u64(next.map_or(0, |(_, gain)| gain.address()));
+        args.words(&next.map_or([0; 2], |(w, _)| self.columns_of(w, rows))).u64(b.eighths.address());
+        let shape =
+            Shape { grid: [8 / ADD_WARPS, rows, 1], threads: 32 * ADD_WARPS, shared: 0, overlap: true };
+        self.launch_with("add_experts", shape, &mut args)
+    }
+
+    /// Chooses the experts of any number of rows and lists them in pieces of up to `group` pairs.
+    fn route(&self, router: &DeviceMatrix, gain: &Buffer, rows: u32, group: u32) -> Result<(), DriverError> {
+        let b = &self.buffers;
+        let input = Input::Norm(gain);
+        let (x, y) = (&b.x, &b.router);
+        self.product(&Product { w: router, x, input, y, rows, add: false, keep: true, ready: false })?;
         let mut args = Args::new();
         args.u64(b.router.address()).u32(rows).u32(group).u64(b.weights.address()).u64(b.chosen.address());
         args.u64(b.pairs.address()).u64(b.work.address()).u64(b.counts.address());
         let shape = Shape { grid: [1, 1, 1], threads: 1024, shared: 0, overlap: true };
-        self.launch_with("route", shape, &mut args)?;
-
-        if w.gate_up.packing.takes_digits() != w.router.packing.takes_digits() {
-            self.prepare(x, Input::Norm(gain), rows, hidden, w.gate_up.packing)?;
-        }
-        if grouped {
-            self.experts_by_copies(w, rows)?;
-        } else {
-            self.experts(w, rows)?;
-        }
-
-        let mut args = Args::new();
-        args.u64(b.weights.address()).u64(b.expanded.address()).u64(b.x.address());
-        self.launch("add_experts", [hidden.div_ceil(THREADS), rows, 1], &mut args)
+        self.launch_with("route", shape, &mut args)
     }
 
     /// What every kernel of experts takes first, in a step of `rows` rows.
     fn work(&self, stack: &Stack, rows: u32) -> Args {
-        let b = &self.buffers;
         let mut args = Args::new();
-        args.u64(stack.experts.address()).u64(stack.shared.address()).u64(b.work.address());
-        args.u64(b.counts.address()).u64(b.pairs.address());
+        args.u64(stack.experts.address()).u64(stack.shared.address());
         args.moves(stack.expected_bytes(&self.config.moe, rows));
         args
     }
@@ -348,32 +405,41 @@ impl Device {
         // A block a piece of work, as far as pieces can be many.
         let most = pairs.min(pairs / GROUP + m.experts as u32 + 1).min(256);
         let widest = m.expert_width.max(m.shared_width) as u32;
+        let lists = |args: &mut Args| {
+            args.u64(b.work.address()).u64(b.counts.address()).u64(b.pairs.address());
+        };
         let mut args = self.work(&w.gate_up, rows);
+        lists(&mut args);
         args.u64(b.fragments.address()).u64(b.units.address());
         args.u64(b.scale.address()).u64(b.middle.address());
         self.launch(expert_name("gate_up", w.gate_up.packing), [widest.div_ceil(8), most, 1], &mut args)?;
 
         self.prepare(&b.middle, Input::Plain, pairs, widest, w.down.packing)?;
         let mut args = self.work(&w.down, rows);
+        lists(&mut args);
         args.u64(b.fragments.address()).u64(b.units.address()).u64(b.expanded.address());
         let blocks = self.hidden().div_ceil(TILE_ROWS as u32);
         self.launch(expert_name("down", w.down.packing), [blocks, most, 1], &mut args)
     }
 
-    /// The same, with weights by bulk copies.
-    fn experts_by_copies(&self, w: &DeviceMoe, rows: u32) -> Result<(), DriverError> {
+    /// The same, with weights by bulk copies; of lists that `route` made, or of what `router_q8` has `chosen`.
+    fn experts_by_copies(&self, w: &DeviceMoe, rows: u32, chosen: bool) -> Result<(), DriverError> {
         let (b, sizes) = (&self.buffers, GroupSizes::new(&self.config));
         let shape = |shared| Shape {
             grid: [GROUP_BLOCKS * self.context.multiprocessors, 1, 1],
-            threads: THREADS + 64,
+            threads: GROUP_THREADS,
             shared,
             overlap: true,
         };
+        // `Routed` of the kernels.
+        let chosen = if chosen { b.chosen.address() } else { 0 };
+        let step = [b.work.address(), b.counts.address(), b.pairs.address(), chosen, u64::from(rows)];
         let mut args = self.work(&w.gate_up, rows);
-        args.u64(b.fragments.address()).u64(b.units.address()).u64(b.scale.address()).u64(b.middle.address());
+        args.words(&step).u64(b.fragments.address()).u64(b.units.address());
+        args.u64(b.scale.address()).u64(b.middle.address());
         self.launch_with("gate_up_group_q4", shape(sizes.gate_up), &mut args)?;
         let mut args = self.work(&w.down, rows);
-        args.u64(b.middle.address()).u64(b.expanded.address());
+        args.words(&step).u64(b.middle.address()).u64(b.expanded.address());
         self.launch_with("down_group_q4", shape(sizes.down), &mut args)
     }
 
@@ -389,7 +455,16 @@ impl Device {
             self.launch("gather", [plan.rows as u32, 1, 1], &mut args)?;
         }
         let (w, input, rows) = (self.weights.lm_head(), Input::Norm(&self.weights.norm), plan.logits as u32);
-        self.product(&Product { w, x, input, y: &b.logits, rows, add: false, keep: false })
+        self.product(&Product {
+            w,
+            x,
+            input,
+            y: &b.logits,
+            rows,
+            add: false,
+            keep: false,
+            ready: plan.decode,
+        })
     }
 
     /// Faults and draws; the largest logits of so many `parts` of each row are known.
@@ -422,6 +497,8 @@ impl Device {
     }
 }
 
+/// Threads of the group kernels.
+const GROUP_THREADS: u32 = THREADS + 64;
 /// Blocks of the group kernels on a multiprocessor.
 const GROUP_BLOCKS: u32 = 2;
 /// Strips of weights that a block of the group kernels has in shared memory, as in `kernels/group.cu`.

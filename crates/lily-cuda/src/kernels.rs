@@ -26,10 +26,14 @@ pub struct Source {
 const ALL: fn(&Config, u32) -> bool = |_, _| true;
 
 /// What every file starts with.
-pub const COMMON: [&str; 2] = [include_str!("../kernels/common.cu"), include_str!("../kernels/state.cu")];
+pub const COMMON: [&str; 3] = [
+    include_str!("../kernels/common.cu"),
+    include_str!("../kernels/hopper.cu"),
+    include_str!("../kernels/state.cu"),
+];
 
 /// All files.
-pub const SOURCES: [Source; 10] = [
+pub const SOURCES: [Source; 11] = [
     Source {
         name: "embed.cu",
         text: include_str!("../kernels/embed.cu"),
@@ -73,7 +77,20 @@ pub const SOURCES: [Source; 10] = [
     Source {
         name: "cluster.cu",
         text: include_str!("../kernels/cluster.cu"),
-        kernels: &["product_q4_8", "product_q4_32", "product_q8_8", "product_q8_32"],
+        kernels: &["product_q8_8", "product_q8_32", "router_q8"],
+        fits: ALL,
+    },
+    Source {
+        name: "wide.cu",
+        text: include_str!("../kernels/wide.cu"),
+        kernels: &[
+            "wide_8_by_2",
+            "wide_32_by_2",
+            "wide_32_by_4",
+            "columns_plain",
+            "columns_norm",
+            "columns_heads",
+        ],
         fits: ALL,
     },
     Source {
@@ -145,7 +162,7 @@ pub const LOCAL_MEMORY: [(&str, u32); 1] = [("rotary_table", 128)];
 impl Source {
     /// The whole text of the file.
     pub fn full_text(&self) -> String {
-        [COMMON[0], COMMON[1], self.text].concat()
+        [COMMON[0], COMMON[1], COMMON[2], self.text].concat()
     }
 }
 

@@ -21,6 +21,7 @@ pub mod state;
 pub mod step;
 pub mod token;
 pub mod weights;
+pub mod wide;
 
 use lily_model::config::Config;
 

@@ -82,6 +82,15 @@ pub enum DeviceMixer {
     },
 }
 
+impl DeviceMixer {
+    /// The matrix of the first projection.
+    pub fn input(&self) -> &DeviceMatrix {
+        match self {
+            Self::Gdn { input, .. } | Self::Attention { input, .. } => input,
+        }
+    }
+}
+
 /// Mixture of experts.
 pub struct DeviceMoe {
     /// Router, and the shared gate as its last row.

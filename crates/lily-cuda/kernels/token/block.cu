@@ -172,10 +172,7 @@ struct Block {
     }
     // The sum of the warps' parts of row `i` of those noted.
     __device__ __forceinline__ float joined(u32 half, u32 i) const {
-        float v = 0;
-#pragma unroll
-        for (int k = 0; k < WARPS; k++) v += s.partial[half][k][i];
-        return v;
+        return sum_of<WARPS>([&](int k) { return s.partial[half][k][i]; });
     }
     // Adds to a row of x that this block owns and tells everybody.
     __device__ __forceinline__ void add(u32 mine, u32 row, float y, u32 at, u32 epoch) {

@@ -115,7 +115,9 @@ struct DeltaRule : Block {
         s.columns[1][warp][lane] = sq;
         consumer_sync();
         float o, step;
-        delta_column(gates, sum_of_eighths(s.columns[0], lane), sum_of_eighths(s.columns[1], lane), s.value[lane], o, step);
+        const float with_k = sum_of<WARPS>([&](int k) { return s.columns[0][k][lane]; });
+        const float with_q = sum_of<WARPS>([&](int k) { return s.columns[1][k][lane]; });
+        delta_column(gates, with_k, with_q, s.value[lane], o, step);
         if (warp == 0) {
             send(t.packets + AT_MIXED + spread(head * DV + column), o * s.gain[lane] * s.gate[lane], epoch);
             const float square = warp_sum(__fmul_rn(o, o));

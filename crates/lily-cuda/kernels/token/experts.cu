@@ -31,9 +31,7 @@ struct Experts : Attention {
             consumer_sync();
             const u32 row = i * TILE_ROWS + tid;
             if (tid < TILE_ROWS && row < ROUTER_ROWS) {
-                float v = 0;
-#pragma unroll
-                for (int k = 0; k < WARPS; k++) v += s.router[k][tid];
+                const float v = sum_of<WARPS>([&](int k) { return s.router[k][tid]; });
                 send(t.packets + AT_ROUTER + row, __fmul_rn(v, inverse_rms()), epoch);
             }
         }

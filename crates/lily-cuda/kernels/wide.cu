@@ -1,0 +1,337 @@
+// y = W f(x) for several tokens, from 4-bit weights, by the tensor cores' products of warpgroups: 64 rows of W with the digits of
+// 8 or 32 tokens. A cluster of C blocks has the same rows; block r has the r-th part of every row's inputs, and its two
+// warpgroups half of that each. What they get is sent to the block of the cluster that adds it up. Needs compute capability 9.0.
+
+extern __shared__ __align__(128) u8 shared[];
+
+#define UNIT 4     // row blocks of a unit of work, one a warp
+#define STAGES 8   // units in shared memory, at most
+#define SHARES(c) (2 * (c))  // parts of a row that are summed apart
+
+#if __CUDA_ARCH__ >= 900
+#define IN_CLUSTERS(c) __cluster_dims__(c, 1, 1)
+#else
+#define IN_CLUSTERS(c)
+#endif
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define HAS_WARPGROUPS 1
+#else
+#define HAS_WARPGROUPS 0
+#endif
+
+// What a product is, beside its weights.
+struct Wide {
+    const u8* columns;     // inputs: records
+    const float* squares;  // null, or [tokens, WARPS], sums of squares of the inputs' eighths: 1 / rms multiplies y
+    float* y;              // [tokens, stride]
+    u32 tokens, stride;
+    u32 add;               // 1: to what is there
+    u32 stages;            // units in shared memory
+};
+
+#if HAS_WARPGROUPS
+// A matrix in shared memory as `record_bytes` says, from block row `c` on, for products of two block rows.
+template <int T> __device__ __forceinline__ u64 descriptor(const u8* record, u32 c) {
+    const u32 at = shared_address(record) + c * (T * 32);
+    return (u64)(at >> 4 & 0x3fff) | (u64)(T * 32 >> 4) << 16 | (u64)(128 >> 4) << 32;
+}
+// Starts a warpgroup's products of a tile a warp, whose codes are `a`, with a record; c is what they are when they have ended.
+__device__ __forceinline__ void start_products(int (&c)[8], const u32 (&a)[8], u64 first, u64 second) {
+    asm volatile("{.reg .pred p;\n"
+                 "setp.ne.u32 p, 0, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n16k32.s32.u8.s8 {%0,%1,%2,%3,"
+                 "%4,%5,%6,%7}, {%8,%9,%10,%11}, %16, p;\n"
+                 "setp.eq.u32 p, 0, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n16k32.s32.u8.s8 {%0,%1,%2,%3,"
+                 "%4,%5,%6,%7}, {%12,%13,%14,%15}, %17, p;}"
+                 : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3]), "=r"(c[4]), "=r"(c[5]), "=r"(c[6]), "=r"(c[7])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[4]), "r"(a[5]), "r"(a[6]), "r"(a[7]), "l"(first), "l"(second)
+                 : "memory");
+}
+__device__ __forceinline__ void start_products(int (&c)[32], const u32 (&a)[8], u64 first, u64 second) {
+    asm volatile("{.reg .pred p;\n"
+                 "setp.ne.u32 p, 0, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k32.s32.u8.s8 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+                 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %40, p;\n"
+                 "setp.eq.u32 p, 0, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k32.s32.u8.s8 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+                 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%36,%37,%38,%39}, %41, p;}"
+                 : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3]), "=r"(c[4]), "=r"(c[5]), "=r"(c[6]), "=r"(c[7]), "=r"(c[8]),
+                   "=r"(c[9]), "=r"(c[10]), "=r"(c[11]), "=r"(c[12]), "=r"(c[13]), "=r"(c[14]), "=r"(c[15]), "=r"(c[16]),
+                   "=r"(c[17]), "=r"(c[18]), "=r"(c[19]), "=r"(c[20]), "=r"(c[21]), "=r"(c[22]), "=r"(c[23]), "=r"(c[24]),
+                   "=r"(c[25]), "=r"(c[26]), "=r"(c[27]), "=r"(c[28]), "=r"(c[29]), "=r"(c[30]), "=r"(c[31])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[4]), "r"(a[5]), "r"(a[6]), "r"(a[7]), "l"(first), "l"(second)
+                 : "memory");
+}
+#endif
+
+// Products of a warp's tile with the digits of a record: c is what they are once they have ended. All warps of a warpgroup call it.
+template <int T> __device__ __forceinline__ void start_tile(const Tile<Q4>& w, const u8* record, int lane, int (&c)[T]) {
+    const uint4 q = w.codes;
+#if HAS_WARPGROUPS
+    const u32 a[8] = {even_codes(q.x), even_codes(q.z), odd_codes(q.x), odd_codes(q.z), even_codes(q.y), even_codes(q.w), odd_codes(q.y), odd_codes(q.w)};
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    start_products(c, a, descriptor<T>(record, 0), descriptor<T>(record, 2));
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+#else
+    const u32* b = (const u32*)record + lane;
+#pragma unroll
+    for (int n = 0; n < T / 4; n++) {
+        int sums[4] = {0, 0, 0, 0};
+        mma(sums, even_codes(q.x), even_codes(q.z), odd_codes(q.x), odd_codes(q.z), b[n * 32], b[T * 8 + n * 32]);
+        mma(sums, even_codes(q.y), even_codes(q.w), odd_codes(q.y), odd_codes(q.w), b[T * 16 + n * 32], b[T * 24 + n * 32]);
+#pragma unroll
+        for (int i = 0; i < 4; i++) c[n * 4 + i] = sums[i];
+    }
+#endif
+}
+// Waits until only AFTER of the tiles started behind this one are still on their way.
+template <int AFTER, int T> __device__ __forceinline__ void end_tile(int (&c)[T]) {
+#if HAS_WARPGROUPS
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(AFTER) : "memory");
+#pragma unroll
+    for (int i = 0; i < T; i++) asm volatile("" : "+r"(c[i])::"memory");  // not read before
+#endif
+}
+
+// total += R tiles' sums, of rows g and g + 8 with tokens t, t + 4, t + 8 .. (g = lane / 4, t = lane % 4): the arithmetic of `multiply`.
+// One tile is multiplied while the sums of the one before it are scaled.
+template <int R, int T>
+__device__ __forceinline__ void add_tiles(const u8* tiles, const u8* record, int lane, float (&total)[T / 4][2]) {
+    Tile<Q4> w[2];
+    int c[2][T];
+    w[0] = load_tile<Q4>(tiles, lane);
+    start_tile<T>(w[0], record, lane, c[0]);
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+        if (r + 1 < R) {
+            w[(r + 1) & 1] = load_tile<Q4>(tiles + (r + 1) * tile_bytes<Q4>(), lane);
+            start_tile<T>(w[(r + 1) & 1], record + (r + 1) * record_bytes(T), lane, c[(r + 1) & 1]);
+            end_tile<1, T>(c[r & 1]);
+        } else {
+            end_tile<0, T>(c[r & 1]);
+        }
+        const float4* units = (const float4*)(record + r * record_bytes(T) + T * 128) + (lane & 3);
+#pragma unroll
+        for (int pair = 0; pair < T / 8; pair++) {
+            const float4 u = units[pair * 4];
+            add_digits(w[r & 1].scales, Unit{u.x, u.y}, &c[r & 1][pair * 8], total[pair * 2]);
+            add_digits(w[r & 1].scales, Unit{u.z, u.w}, &c[r & 1][pair * 8 + 4], total[pair * 2 + 1]);
+        }
+    }
+}
+
+// A warp's rows times a part of the inputs, which is N eighths from tile `from` of the matrix on.
+template <int N, int T>
+__device__ __forceinline__ void multiply_part(const u8* tiles, const u8* records, u32 eighth, u32 k_tiles, int lane, float (&total)[T / 4][2]) {
+    const u32 from = first_tile(eighth, k_tiles);
+#pragma unroll
+    for (int e = 0; e < N; e++) {
+        float sum[T / 4][2] = {};
+        const u32 until = first_tile(eighth + e + 1, k_tiles);
+        u32 k = first_tile(eighth + e, k_tiles);
+#pragma unroll 1
+        for (; k + 4 <= until; k += 4) add_tiles<4, T>(tiles + (k - from) * tile_bytes<Q4>(), records + (k - from) * record_bytes(T), lane, sum);
+#pragma unroll 1
+        for (; k < until; k++) add_tiles<1, T>(tiles + (k - from) * tile_bytes<Q4>(), records + (k - from) * record_bytes(T), lane, sum);
+#pragma unroll
+        for (int i = 0; i < T / 4; i++) {
+            total[i][0] = e == 0 ? sum[i][0] : total[i][0] + sum[i][0];
+            total[i][1] = e == 0 ? sum[i][1] : total[i][1] + sum[i][1];
+        }
+    }
+}
+
+// A token's outputs, as one thread adds them up.
+struct Output {
+    float* y;
+    float scale;
+    bool is;
+    Output() = default;
+    __device__ __forceinline__ Output(const Wide& o, const Matrix& w, u32 token, bool is) : y(o.y + (u64)token * o.stride), scale(1), is(is) {
+        if (!o.squares || !is) return;
+        float squares[WARPS], sum = 0;
+        load8(o.squares + token * WARPS, squares);
+#pragma unroll
+        for (int k = 0; k < WARPS; k++) sum += squares[k];
+        scale = rsqrtf(sum / (w.k_tiles * TILE_COLS) + EPS);
+    }
+    // What is there, if it is added to.
+    __device__ __forceinline__ float old(const Wide& o, const Matrix& w, u32 row) const {
+        return o.add && is && row < w.rows ? __ldcg(y + row) : 0.0f;
+    }
+    __device__ __forceinline__ void store(const Wide& o, const Matrix& w, u32 row, float sum, float old) const {
+        if (!is || row >= w.rows) return;
+        if (o.squares) sum = __fmul_rn(sum, scale);
+        y[row] = o.add ? old + sum : sum;
+    }
+};
+
+// What a block has of a product: units are dealt to clusters evenly and in order.
+template <int T, int C> struct Part {
+    static constexpr u32 RECORD = record_bytes(T), EIGHTHS = WARPS / SHARES(C);
+    const Matrix& w;
+    const Wide& o;
+    u32 rank, eighth;               // in the cluster; the first of the row's eighths that are this block's
+    u32 first, middle, last, most;  // tiles of the first warpgroup and of the second; of any block
+    u32 blocks, begin, all;         // row blocks of the matrix; units
+    __device__ __forceinline__ Part(const Matrix& w, const Wide& o) : w(w), o(o), rank(cluster_rank()) {
+        const u32 cluster = blockIdx.x / C, clusters = gridDim.x / C;
+        eighth = rank * 2 * EIGHTHS;
+        first = first_tile(eighth, w.k_tiles);
+        middle = first_tile(eighth + EIGHTHS, w.k_tiles);
+        last = first_tile(eighth + 2 * EIGHTHS, w.k_tiles);
+        most = (w.k_tiles + C - 1) / C;
+        blocks = (w.rows + TILE_ROWS - 1) / TILE_ROWS;
+        const u32 units = (blocks + UNIT - 1) / UNIT;
+        begin = cluster * units / clusters;
+        all = (cluster + 1) * units / clusters - begin;
+    }
+    // Asks for the weights of unit i, by one thread.
+    __device__ __forceinline__ void fetch(u32 i, u8* weights, u64* full) const {
+        if (i >= all) return;
+        const u32 block0 = (begin + i) * UNIT, n = min((u32)UNIT, blocks - block0);
+        const u32 bytes = (last - first) * tile_bytes<Q4>(), stage = most * UNIT * tile_bytes<Q4>();
+        barrier_expect(&full[i % o.stages], n * bytes);
+        for (u32 r = 0; r < n && bytes > 0; r++)
+            bulk_copy(weights + i % o.stages * stage + r * most * tile_bytes<Q4>(), w.tiles + ((u64)(block0 + r) * w.k_tiles + first) * tile_bytes<Q4>(),
+                      bytes, &full[i % o.stages]);
+    }
+    // Asks for the inputs, each warpgroup's part apart. Many come by all threads, beside the bulk copies of weights and not behind them.
+    __device__ __forceinline__ void bring_inputs(u8* records, u64* inputs) const {
+        const u8* from = o.columns + ((u64)blockIdx.y * w.k_tiles + first) * RECORD;
+        if constexpr (T > 8) {
+            const u32 group = threadIdx.x / 128, tile = group ? middle - first : 0, bytes = (group ? last - middle : middle - first) * RECORD;
+            for (u32 i = threadIdx.x % 128 * 16; i < bytes; i += 128 * 16) copy16(records + tile * RECORD + i, from + tile * RECORD + i, true);
+        } else if (threadIdx.x == 0) {
+            auto bring = [&](u32 begin, u32 end, u64* bar) {
+                barrier_expect(bar, (end - begin) * RECORD);
+                if (end > begin) bulk_copy<false>(records + (begin - first) * RECORD, from + (begin - first) * RECORD, (end - begin) * RECORD, bar);
+            };
+            bring(first, middle, &inputs[0]);
+            bring(middle, last, &inputs[1]);
+        }
+    }
+    __device__ __forceinline__ void await_inputs(u32 group, u64* inputs) const {
+        if constexpr (T > 8) {
+            asm volatile("cp.async.wait_all;" ::: "memory");
+            proxy_fence();  // the tensor cores read them as bulk copies write
+            asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
+        } else {
+            barrier_wait(&inputs[group], 0);
+        }
+    }
+};
+
+// Grid: (C * clusters, groups of T tokens).
+template <int T, int C> __device__ __forceinline__ void wide(const Matrix& w, const Wide& o) {
+#if __CUDA_ARCH__ >= 900
+    constexpr u32 OWN = UNIT / C;  // row blocks of a unit whose outputs a block of the cluster adds up
+    constexpr u32 PART = T * TILE_ROWS, INBOX = SHARES(C) * OWN * PART;
+    __shared__ u64 full[STAGES], inputs[2], sums[2];
+    const u32 tid = threadIdx.x, warp = __shfl_sync(FULL, tid / 32, 0), lane = tid % 32, group = warp / 4, member = warp % 4;
+    const Part<T, C> p(w, o);
+    u8* records = shared;
+    float* inbox = (float*)(shared + p.most * p.RECORD);  // [2][share][row block][pair of rows of tokens][lane][4]
+    u8* weights = (u8*)(inbox + 2 * INBOX);
+    if (tid == 0) {
+        for (u32 i = 0; i < STAGES; i++) barrier_init(&full[i], 1);
+        for (u32 i = 0; i < 2; i++) {
+            barrier_init(&inputs[i], 1);
+            barrier_init(&sums[i], 1);
+        }
+        barrier_fence();
+        for (u32 i = 0; i < o.stages; i++) p.fetch(i, weights, full);
+    }
+    __syncthreads();
+    launch_dependents();
+    cluster_arrive<false>();
+    wait_for_inputs();
+    p.bring_inputs(records, inputs);
+    // Which outputs this thread adds up: of this block's row block `own` rows g and g + 8, of two tokens.
+    const u32 pair = warp % (T / 8), own = warp / (T / 8);
+    const u32 token0 = blockIdx.y * T, tokens = min((u32)T, o.tokens - token0);
+    const u32 row0 = (p.begin * UNIT + own * C + p.rank) * TILE_ROWS + (lane >> 2);
+    Output outputs[2];
+    float old[4];  // of the unit that is added up next
+    if (own < OWN)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const u32 token = pair * 8 + i * 4 + (lane & 3);
+            outputs[i] = Output(o, w, token0 + token, token < tokens);
+        }
+    auto add_up = [&](u32 i) {
+        if (tid == 0) barrier_expect(&sums[i & 1], INBOX * 4);
+        if (own >= OWN) return;
+        barrier_wait(&sums[i & 1], i / 2 & 1);
+        const float* from = inbox + (i & 1) * INBOX + own * PART + (pair * 32 + lane) * 4;
+        const float4 sum = sum_of<SHARES(C)>([&](int k) { return *(const float4*)(from + k * (OWN * PART)); });
+        const float sums[4] = {sum.x, sum.y, sum.z, sum.w};
+#pragma unroll
+        for (int j = 0; j < 4; j++) outputs[j / 2].store(o, w, row0 + i * (UNIT * TILE_ROWS) + j % 2 * 8, sums[j], old[j]);
+    };
+    const u32 mine = (group ? p.middle : p.first) - p.first;
+#pragma unroll 1
+    for (u32 i = 0; i < p.all; i++) {
+        float there[4] = {};
+        if (own < OWN)
+#pragma unroll
+            for (int j = 0; j < 4; j++) there[j] = outputs[j / 2].old(o, w, row0 + i * (UNIT * TILE_ROWS) + j % 2 * 8);
+        if (i == 0) p.await_inputs(group, inputs);
+        barrier_wait(&full[i % o.stages], i / o.stages & 1);
+        float total[T / 4][2];
+        multiply_part<p.EIGHTHS, T>(weights + (i % o.stages * (p.most * UNIT) + member * p.most + mine) * tile_bytes<Q4>(), records + mine * p.RECORD,
+                                    p.eighth + group * p.EIGHTHS, w.k_tiles, lane, total);
+        // At first: all blocks of the cluster run. Then: their warps are through with the unit before.
+        cluster_wait();
+        if (i > 0 && tid == 0) p.fetch(i - 1 + o.stages, weights, full);
+        const u32 bar = peer_address(shared_address(&sums[i & 1]), member % C);
+        const u32 to = peer_address(shared_address(inbox + (i & 1) * INBOX + ((p.rank * 2 + group) * OWN + member / C) * PART), member % C) + lane * 16;
+#pragma unroll
+        for (int n = 0; n < T / 4; n += 2) send_peer(to + n * 256, make_float4(total[n][0], total[n][1], total[n + 1][0], total[n + 1][1]), bar);
+        if (i > 0) add_up(i - 1);
+#pragma unroll
+        for (int j = 0; j < 4; j++) old[j] = there[j];
+        proxy_fence();  // the unit's weights are read
+        cluster_arrive<false>();
+    }
+    add_up(p.all - 1);
+    cluster_wait();  // no block ends while others send to it
+#endif
+}
+
+// Two blocks for few tokens share a multiprocessor.
+#define WIDE(name, tokens, blocks)                                                                                                \
+    extern "C" __global__ void IN_CLUSTERS(blocks) __launch_bounds__(THREADS, tokens == 8 ? 2 : 1) name(Matrix w, Wide o) { wide<tokens, blocks>(w, o); }
+WIDE(wide_8_by_2, 8, 2)
+WIDE(wide_32_by_2, 32, 2)
+WIDE(wide_32_by_4, 32, 4)
+
+// Every row of x, [rows, width], as columns; a block a row. NORMED: `factor` is the gain, and squares[row] gets the sums of squares of
+// its eighths. HEAD_NORMED: `factor` are the partial sums of squares, [rows, VALUE_HEADS, VALUE_SPLIT].
+template <int MODE>
+__device__ __forceinline__ void make_columns(const float* x, const float* factor, const Columns& to, float* squares) {
+    launch_dependents();
+    wait_for_inputs();
+    const u32 row = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, width = to.k_tiles * TILE_COLS;
+    if (MODE == HEAD_NORMED) factor += (u64)row * VALUE_HEADS * VALUE_SPLIT;
+    const u32 last = first_tile(warp + 1, to.k_tiles);
+    float square = 0;
+    for (u32 tile0 = first_tile(warp, to.k_tiles); tile0 < last; tile0 += 4) {
+        const Place p = place(tile0, last, width, lane);
+        float v[8] = {}, factors[8] = {};
+        if (p.active) load8(x + (u64)row * width + p.col, v);
+        load_factors<MODE>(factor, p, factors);
+        put_columns(row, p, v, factors, to, lane, square);
+    }
+    if (MODE != NORMED) return;
+    square = warp_sum(square);
+    if (lane == 0) squares[row * WARPS + warp] = square;
+}
+#define COLUMNS(name, mode)                                                                                                       \
+    extern "C" __global__ void __launch_bounds__(THREADS) name(const float* x, const float* factor, Columns to, float* squares) { \
+        make_columns<mode>(x, factor, to, squares);                                                                               \
+    }
+COLUMNS(columns_plain, AS_IS)
+COLUMNS(columns_norm, NORMED)
+COLUMNS(columns_heads, HEAD_NORMED)
