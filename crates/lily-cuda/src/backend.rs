@@ -4,8 +4,8 @@ use std::collections::{HashMap, VecDeque};
 use std::path::PathBuf;
 
 use lily_model::backend::{
-    Backend, BackendError, Batch, Limits, Output, Progress, Segment, SegmentError, SeqId, SnapshotId,
-    StepOutput, Ticket, Want,
+    Backend, BackendError, Batch, Limits, Output, Progress, SegmentError, SeqId, SnapshotId, StepOutput,
+    Ticket, Want,
 };
 use lily_model::config::Config;
 use lily_model::pool::PAGE;
@@ -211,18 +211,7 @@ impl CudaBackend {
         batch.check(&self.limits, |seq| {
             let s = self.sequences.get(&seq)?;
             Some(Progress { len: s.len, capacity: s.capacity, sampled: s.sampled })
-        })?;
-        let biases = |segment: &Segment| match &segment.want {
-            Want::Sample(params) => params.logit_bias.len(),
-            _ => 0,
-        };
-        let (biases, most) =
-            (batch.segments.iter().map(biases).sum::<usize>(), self.device.layout.most_biases());
-        if biases > most {
-            let problem = format!("{biases} logit biases in a step, the most is {most}");
-            return Err(BackendError::InvalidBatch(problem));
-        }
-        Ok(())
+        })
     }
 
     /// Enqueues a checked step into flight `flight`.

@@ -1,7 +1,7 @@
 //! What the host tells the device about a step; `kernels/state.cu` and `kernels/head.cu` have the same structures.
 
 use lily_model::backend::{Batch, Rows, Tokens, Want};
-use lily_model::sample::SampleParams;
+use lily_model::sample::{MOST_BIASES, SampleParams};
 
 use crate::state::Sequence;
 
@@ -43,7 +43,7 @@ impl Layout {
     }
     /// Most biases of a step.
     pub fn most_biases(&self) -> usize {
-        64 * 1024
+        MAX_SEGMENTS * MOST_BIASES
     }
     /// Bytes of all.
     pub fn bytes(&self) -> usize {

@@ -1,6 +1,7 @@
 //! What a request may ask for.
 
 use lily_model::backend::Limits;
+use lily_model::sample::MOST_BIASES;
 
 use crate::request::{Request, Sampling, SubmitError};
 
@@ -68,6 +69,11 @@ fn check_sampling(sampling: &Sampling, limits: &Limits) -> Result<(), SubmitErro
         let problem = format!("expected a finite number above 0, found {repetition}");
         return Err(invalid("repetition_penalty", problem));
     }
+    let biases = sampling.logit_bias.len();
+    if biases > MOST_BIASES {
+        let problem = format!("expected at most {MOST_BIASES} tokens, found {biases}");
+        return Err(invalid("logit_bias", problem));
+    }
     for &(token, bias) in sampling.logit_bias.iter() {
         if token >= limits.vocab_size {
             let problem = format!("token {token}: the vocabulary has ids below {}", limits.vocab_size);
@@ -120,6 +126,8 @@ mod tests {
         assert_eq!(sampling(|s| s.top_p = 1.1), Some("top_p"));
         assert_eq!(sampling(|s| s.min_p = 1.1), Some("min_p"));
         assert_eq!(sampling(|s| s.logit_bias = Arc::new([(limits().vocab_size, 1.0)])), Some("logit_bias"));
+        assert_eq!(sampling(|s| s.logit_bias = vec![(1, 1.0); 2048].into()), None);
+        assert_eq!(sampling(|s| s.logit_bias = vec![(1, 1.0); 2049].into()), Some("logit_bias"));
     }
 
     #[test]

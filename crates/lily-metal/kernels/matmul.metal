@@ -51,6 +51,13 @@ kernel void norm_rows(
 
 /// Values of 16 inputs from `at` on, rounded to T.
 template <uint BITS, class T> inline void dequantise(Matrix m, ulong at, threadgroup T* to) {
+    if (BITS == 16) {
+        const device bfloat* values = (const device bfloat*)m.codes + at;
+        for (uint i = 0; i < INPUTS; ++i) {
+            to[i] = T(float(values[i]));
+        }
+        return;
+    }
     const float scale = float(m.scales[at / GROUP]);
     const float bias = float(m.biases[at / GROUP]);
     const device uint* words = (const device uint*)(m.codes + at * BITS / 8);
@@ -60,13 +67,6 @@ template <uint BITS, class T> inline void dequantise(Matrix m, ulong at, threadg
         for (uint j = 0; j < CODES; ++j) {
             to[i * CODES + j] = T(scale * float(word >> (j * BITS) & ((1u << BITS) - 1)) + bias);
         }
-    }
-}
-
-template <> inline void dequantise<16>(Matrix m, ulong at, threadgroup float* to) {
-    const device bfloat* values = (const device bfloat*)m.codes + at;
-    for (uint i = 0; i < INPUTS; ++i) {
-        to[i] = float(values[i]);
     }
 }
 

@@ -18,7 +18,7 @@ use lily_model::sample::SampleParams;
 use lily_model::weights::Weights;
 
 use crate::device::{Device, DeviceError, Place, Submission};
-use crate::draw::{Draw, MOST_BIASES};
+use crate::draw::Draw;
 use crate::load::{self, Flight, IN_FLIGHT, Loaded, MAX_SEGMENTS};
 use crate::plan::Features;
 use crate::program::{Bound, Run};
@@ -221,20 +221,6 @@ impl<D: Device> MetalBackend<D> {
         if let Some(submission) = self.last_submission {
             let _ = self.device.wait(submission);
         }
-    }
-
-    /// Refuses more biases than there is room for.
-    fn check_biases(&self, batch: &Batch) -> Result<(), BackendError> {
-        for segment in &batch.segments {
-            if let Want::Sample(params) = &segment.want
-                && params.logit_bias.len() > MOST_BIASES
-            {
-                let (id, found) = (segment.seq.0, params.logit_bias.len());
-                let problem = format!("sequence {id} has {found} logit biases, the most is {MOST_BIASES}");
-                return Err(BackendError::InvalidBatch(problem));
-            }
-        }
-        Ok(())
     }
 
     /// How the token behind a segment is drawn: the largest logit, if none is wanted.
@@ -529,7 +515,6 @@ impl<D: Device> Backend for MetalBackend<D> {
             let s = self.sequences.get(&seq)?;
             Some(Progress { len: s.len, capacity: s.capacity, sampled: s.last != Last::Nothing })
         })?;
-        self.check_biases(batch)?;
         let index = self.next_flight;
         if let Some(last) = self.pending.iter().rposition(|p| p.flight == index && p.outputs.is_none()) {
             self.harvest_to(last);

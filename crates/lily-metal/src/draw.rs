@@ -1,13 +1,11 @@
 //! What the kernels of `sample.metal` are told of a draw.
 
-use lily_model::sample::SampleParams;
+use lily_model::sample::{MOST_BIASES, SampleParams};
 
 /// Words of a `Draw`.
 pub const WORDS: usize = 16;
 /// Words of a `Change`.
 pub const CHANGE_WORDS: usize = 4;
-/// Biases of a draw, at most.
-pub const MOST_BIASES: usize = 4096;
 
 /// Logits of which the first is known: `DRAW_GROUP` of `sample.metal`.
 pub const GROUP: usize = 32;

@@ -414,14 +414,11 @@ fn an_invalid_batch_is_refused_and_changes_nothing() {
     // Each rule has its test in lily-model; here, what this backend knows of its sequences.
     let ids = |start, ids: &[u32]| vec![segment(a, start, ids, Want::Nothing)];
     let last = vec![Segment { seq: a, start: 2, tokens: Tokens::LastSampled, want: Want::Nothing }];
-    let params = SampleParams { logit_bias: vec![(1, 0.5); 4097].into(), ..SampleParams::greedy() };
-    let biased = vec![segment(a, 2, &[3], Want::Sample(params.into()))];
     let cases = [
         (ids(0, &[3]), "continues at 0, but has 2 tokens"),
         (ids(2, &[1; 7]), "would have 9 tokens, its capacity is 8"),
         (ids(2, &[384]), "token 384, the vocabulary has 384"),
         (last, "has sampled nothing yet"),
-        (biased, "has 4097 logit biases, the most is 4096"),
     ];
     for (segments, words) in cases {
         let e = backend.forward(&Batch { segments }).unwrap_err().to_string();

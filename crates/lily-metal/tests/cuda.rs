@@ -63,13 +63,9 @@ fn real() -> Config {
 fn the_kernels_compile_for_an_nvidia_gpu() {
     let Some(compiler) = compiler() else { return };
     let bf16 = Config { quantization: None, ..real() };
-    for (config, kv, tensor) in [
-        (real(), KvType::Bf16, false),
-        (real(), KvType::F32, false),
-        (bf16.clone(), KvType::Bf16, false),
-        (real(), KvType::Bf16, true),
-        (bf16, KvType::Bf16, true),
-    ] {
+    let all = [(KvType::Bf16, false), (KvType::F32, false), (KvType::Bf16, true)].map(|way| (real(), way));
+    let unquantised = [false, true].map(|tensor| (bf16.clone(), (KvType::Bf16, tensor)));
+    for (config, (kv, tensor)) in all.into_iter().chain(unquantised) {
         let source = source::source(&config, Features { kv, tensor });
         let signatures = signatures(&source).unwrap();
         let text = whole(&source, &signatures, Way::Cuda);

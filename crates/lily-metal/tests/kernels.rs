@@ -170,7 +170,7 @@ fn check_end(name: &str, machine: &mut Machine, step: &mut Step, positions: &[us
     }
 }
 
-/// A step of sequences at positions, with random state and so many random tokens each.
+/// A step of sequences at positions, with random state and so many random tokens each, and how their next tokens are drawn.
 fn prepared(machine: &mut Machine, segments: &[(usize, usize, Want)]) -> (Step, Vec<Drawn>) {
     let mut random = Rng::with_seed(segments.len() as u64);
     let feeds: Vec<_> = segments
@@ -246,15 +246,6 @@ fn each_kernel_of_a_batch_computes_what_the_reference_does() {
     check_batches("nano", &mut machine, &[draft, mixed]);
 }
 
-#[test]
-fn each_kernel_with_tensor_operations_computes_what_the_reference_does() {
-    let nano = nano();
-    let mut machine = nano.machine(TENSOR, Guard::End);
-    let chunk: &[_] = &[(31, 37, Want::Last)];
-    let mixed: &[_] = &[(0, 11, Want::All), (40, 1, Want::Nothing), (5, 3, Want::Last)];
-    check_batches("nano", &mut machine, &[chunk, mixed]);
-}
-
 /// Matrices of bf16, and of 4 bits with routers of bf16.
 #[test]
 fn each_kernel_of_a_model_in_bf16_computes_what_the_reference_does() {
@@ -269,7 +260,17 @@ fn each_kernel_of_a_model_in_bf16_computes_what_the_reference_does() {
         check_batches(name, &mut model.machine(TENSOR, Guard::End), &[chunk, some]);
         machine = model.machine(KvType::F32, Guard::Start);
         check_batches(name, &mut machine, &[few, some]);
+        check_batches(name, &mut model.machine(TENSOR_F32, Guard::End), &[chunk, some]);
     }
+}
+
+#[test]
+fn each_kernel_with_tensor_operations_computes_what_the_reference_does() {
+    let nano = nano();
+    let mut machine = nano.machine(TENSOR, Guard::End);
+    let chunk: &[_] = &[(31, 37, Want::Last)];
+    let mixed: &[_] = &[(0, 11, Want::All), (40, 1, Want::Nothing), (5, 3, Want::Last)];
+    check_batches("nano", &mut machine, &[chunk, mixed]);
 }
 
 /// Positions: the first ones, on both sides of an edge between parts, and with all parts in use.
@@ -456,36 +457,57 @@ fn values_may_be_very_large_or_small() {
     }
 }
 
-/// Those barriers of a text, by number from `first` on, without which `check` still passes; and how many there are in all. Those of
-/// draws are tried with draws, from more groups than one SIMD-group has.
+const BARRIER: &str = "threadgroup_barrier(mem_flags::";
+
+/// Where the barriers of a text are, and which of them lie in `sample.metal`.
+fn barriers(text: &str) -> Vec<(usize, bool)> {
+    let of_draws =
+        text.find("// How a token is drawn").unwrap()..text.find("// `lm_head` and `finish`").unwrap();
+    text.match_indices(BARRIER).map(|(at, _)| (at, of_draws.contains(&at))).collect()
+}
+
+/// The text without the barrier there.
+fn without(text: &str, at: usize) -> String {
+    format!("{}{}", &text[..at], text[at..].split_once(';').unwrap().1)
+}
+
+fn passes(check: &mut dyn FnMut()) -> bool {
+    std::panic::catch_unwind(std::panic::AssertUnwindSafe(check)).is_ok()
+}
+
+/// Those barriers of a text, by number from `first` on, without which `check` still passes; and how many there are in all.
+/// Those of draws are left out.
 fn survivors(
     model: &Model,
     features: Features,
     first: usize,
     check: impl Fn(&mut Machine),
 ) -> (Vec<usize>, usize) {
-    const BARRIER: &str = "threadgroup_barrier(mem_flags::";
-    let text = source::source(&model.config, features);
-    let barriers: Vec<usize> = text.match_indices(BARRIER).map(|(at, _)| at).collect();
-    let without = |text: &str, i: usize| {
-        let (at, _) = text.match_indices(BARRIER).nth(i).unwrap();
-        let (before, after) = text.split_at(at);
-        format!("{before}{}", after.split_once(';').unwrap().1)
-    };
-    let of_draws =
-        text.find("// How a token is drawn").unwrap()..text.find("// `lm_head` and `finish`").unwrap();
-    let wide = draws::config(2000);
-    let passes =
-        |check: &mut dyn FnMut()| std::panic::catch_unwind(std::panic::AssertUnwindSafe(check)).is_ok();
+    let source = source::source(&model.config, features);
+    let barriers = barriers(&source);
     let survives = |&i: &usize| {
-        if of_draws.contains(&barriers[i]) {
-            let mut drawer = Drawer::new(&wide, &without(&source::source(&wide, features), i));
-            return passes(&mut || drop(drawer.check(24, 1)));
+        let (at, of_draws) = barriers[i];
+        if of_draws {
+            return false;
         }
-        let mut machine = model.machine_of(&without(&text, i), features, Guard::End);
+        let mut machine = model.machine_of(&without(&source, at), features, Guard::End);
         passes(&mut || check(&mut machine))
     };
     ((first..barriers.len()).filter(survives).collect(), barriers.len())
+}
+
+/// From more groups of logits than one SIMD-group has.
+#[test]
+#[ignore = "a minute: compiles the kernels once for each barrier"]
+fn every_barrier_of_a_draw_is_needed() {
+    let config = draws::config(2000);
+    let text = source::source(&config, KvType::F32);
+    let places: Vec<usize> = barriers(&text).into_iter().filter(|b| b.1).map(|b| b.0).collect();
+    assert_eq!(places.len(), 7);
+    for at in places {
+        let mut drawer = Drawer::new(&config, &without(&text, at));
+        assert!(!passes(&mut || drop(drawer.check(24, 1))), "the barrier at {at} can be removed unseen");
+    }
 }
 
 /// Without any one of their barriers the kernels are wrong, in one order of threads or another, and the checks above see it.

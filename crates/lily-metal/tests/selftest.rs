@@ -42,6 +42,7 @@ fn a_broken_kernel_is_named_with_what_it_did() {
     let mutants: [(&[&str], _, _, _); 5] = [
         (&["gate_up"], "= weight * silu(g) * u;", "= weight * silu(u) * g;", "middle["),
         (&["finish", "advance"], "position[0] += rows[0];", "position[0] += 2;", "position is Some("),
+        (&["finish"], "counter[0]) * 0xd2511f53u", "counter[0]) * 0xd2511f51u", "token is Some("),
         // `delta_chunks` is held to tokens one by one, whatever it gets.
         (
             &["prepare_chunks", "delta_chunks"],
@@ -49,7 +50,6 @@ fn a_broken_kernel_is_named_with_what_it_did() {
             "i == c ? entered : 0.0f",
             "chunk_matrices[",
         ),
-        (&["finish"], "counter[0]) * 0xd2511f53u", "counter[0]) * 0xd2511f51u", "token is Some("),
         // What is not written shows in the logits.
         (&["finish", "append"], "q + ulong(row) * QUERY_WIDTH", "q + 99999999", "outside of its memory"),
     ];

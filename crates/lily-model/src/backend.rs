@@ -8,7 +8,7 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use crate::sample::{SampleParams, Sampled};
+use crate::sample::{MOST_BIASES, SampleParams, Sampled};
 
 /// A sequence that a backend holds state for: pages of K/V and a slot of recurrent state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -237,6 +237,12 @@ impl Segment {
         if end > capacity {
             return Err(format!("would have {end} tokens, its capacity is {capacity}"));
         }
+        if let Want::Sample(params) = &self.want
+            && params.logit_bias.len() > MOST_BIASES
+        {
+            let found = params.logit_bias.len();
+            return Err(format!("has {found} logit biases, the most is {MOST_BIASES}"));
+        }
         Ok(())
     }
 }
@@ -331,7 +337,10 @@ mod tests {
 
     #[test]
     fn a_batch_that_breaks_a_rule_is_refused_by_name() {
+        let params = SampleParams { logit_bias: vec![(1, 0.5); 2049].into(), ..SampleParams::greedy() };
+        let biased = Segment { want: Want::Sample(params.into()), ..ids(1, 2, &[3]) };
         let cases = [
+            (vec![biased], "sequence 1 has 2049 logit biases, the most is 2048"),
             (vec![ids(1, 0, &[3])], "sequence 1 continues at 0, but has 2 tokens"),
             (vec![ids(1, 2, &[])], "sequence 1 has a segment without tokens"),
             (vec![ids(1, 2, &[1; 7])], "sequence 1 would have 9 tokens, its capacity is 8"),

@@ -9,6 +9,9 @@
 use std::cmp::Ordering;
 use std::sync::Arc;
 
+/// Biases of a request, at most: devices have room for so many.
+pub const MOST_BIASES: usize = 2048;
+
 /// Sampling of one token. Constant over a request, except `mask`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SampleParams {
@@ -28,7 +31,7 @@ pub struct SampleParams {
     pub frequency_penalty: f32,
     /// Position of the first generated token: what lies before it is the prompt.
     pub generated_from: u32,
-    /// Added to the logits of single tokens.
+    /// Added to the logits of single tokens; at most [`MOST_BIASES`].
     pub logit_bias: Arc<[(u32, f32)]>,
     /// A bit per token, lowest first; 0 forbids it, and at least one must be 1. `None` allows all.
     pub mask: Option<Arc<[u32]>>,

@@ -153,6 +153,7 @@ const FLAGS: [&str; 12] = [
     "-Wall",
     "-Werror",
     "-Wno-attributes",
+    // `#pragma unroll`.
     "-Wno-unknown-pragmas",
     "-Wno-volatile",
     "-U_FORTIFY_SOURCE",
