@@ -58,13 +58,6 @@ inline void bring_inputs(
     }
 }
 
-template <> inline void dequantise<16>(Matrix m, ulong at, threadgroup half* to) {
-    const device bfloat* values = (const device bfloat*)m.codes + at;
-    for (uint i = 0; i < INPUTS; ++i) {
-        to[i] = half(float(values[i]));
-    }
-}
-
 /// Brings a group of weights: a thread half of one of row `row` of m, from input `col` on, `row` being that of its output.
 inline void bring_weights(threadgroup half* weights, Matrix m, ulong row, uint cols, uint col, uint thread_index) {
     const uint mine = thread_index % 2 * (TENSOR_COLS / 2);
