@@ -88,10 +88,11 @@ pub fn config(layers: &[LayerKind]) -> Config {
     }
 }
 
-/// The same with one expert a token.
+/// The same with one expert a token, out of more than the kernels rank by counting (`CANDIDATES`) if all are equal.
 pub fn one_expert(layers: &[LayerKind]) -> Config {
     let mut config = config(layers);
     config.moe.experts_per_token = 1;
+    config.moe.experts = 70;
     config
 }
 
