@@ -64,8 +64,7 @@ fn the_kernels_compile_for_an_nvidia_gpu() {
     let Some(compiler) = compiler() else { return };
     let bf16 = Config { quantization: None, ..real() };
     let all = [(KvType::Bf16, false), (KvType::F32, false), (KvType::Bf16, true)].map(|way| (real(), way));
-    let unquantised = [false, true].map(|tensor| (bf16.clone(), (KvType::Bf16, tensor)));
-    for (config, (kv, tensor)) in all.into_iter().chain(unquantised) {
+    for (config, (kv, tensor)) in all.into_iter().chain([(bf16, (KvType::Bf16, true))]) {
         let source = source::source(&config, Features { kv, tensor });
         let signatures = signatures(&source).unwrap();
         let text = whole(&source, &signatures, Way::Cuda);
