@@ -5,7 +5,7 @@ use half::{bf16, f16};
 use lily_model::config::Config;
 
 use crate::device::{Argument, Device, DeviceError, Dispatch, Place};
-use crate::plan::{GROUP, Launch, PAGE, Plan};
+use crate::plan::{GROUP, Launch, PAGE, Plan, bits};
 
 /// Of the largest value: the order of sums.
 const TOLERANCE: f32 = 1e-4;
@@ -34,7 +34,7 @@ pub fn check(device: &mut dyn Device, config: &Config, plans: &[Plan]) -> Result
     let launches = || plans.iter().flat_map(|plan| &plan.launches);
     for (kernel, rows) in [("matmul_tensor", 59), ("matmul_tensor_32", 21)] {
         if let Some(launch) = launches().find(|l| l.kernel == kernel) {
-            check_product(device, launch, rows)?;
+            check_product(device, launch, config, rows)?;
         }
     }
     match launches().find(|l| l.kernel == "attend_tensor") {
@@ -106,7 +106,12 @@ fn compare(kernel: &str, width: usize, got: &[f32], expected: &[f32], tolerance:
 }
 
 /// A product of fewer rows and outputs than a tile has, and of more inputs than are brought at once.
-fn check_product(device: &mut dyn Device, launch: &Launch, rows: usize) -> Result<(), String> {
+fn check_product(
+    device: &mut dyn Device,
+    launch: &Launch,
+    config: &Config,
+    rows: usize,
+) -> Result<(), String> {
     const OUTS: usize = 60;
     const COLS: usize = 2 * GROUP;
     let mut random = fastrand::Rng::with_seed(rows as u64);
@@ -118,16 +123,20 @@ fn check_product(device: &mut dyn Device, launch: &Launch, rows: usize) -> Resul
     };
     let (scales, biases) = (of_groups(0.01, 0.02), of_groups(-0.16, -0.08));
     let half = |x: f32| f16::from_f32(x).to_f32();
-    let weight = |at: usize| {
+    let quantised = |at: usize| {
         let code = f32::from(codes[at / 2] >> (4 * (at % 2)) & 0xf);
-        half(scales[at / GROUP].to_f32() * code + biases[at / GROUP].to_f32())
+        scales[at / GROUP].to_f32() * code + biases[at / GROUP].to_f32()
     };
+    // A model in bf16 has the values themselves where others have codes.
+    let plain: Vec<bf16> = (0..OUTS * COLS).map(|at| bf16::from_f32(quantised(at))).collect();
+    let is_plain = bits(config).matrices == 16;
+    let weight = |at: usize| half(if is_plain { plain[at].to_f32() } else { quantised(at) });
     let sum = |x: &[f32], out: usize| (0..COLS).map(|i| half(x[i]) * weight(out * COLS + i)).sum::<f32>();
     let expected = x.chunks_exact(COLS).flat_map(|x| (0..OUTS).map(move |out| sum(x, out)));
     let expected: Vec<f32> = expected.collect();
     let given = vec![
         Given::Bytes(floats(&x)),
-        Given::Bytes(codes.clone()),
+        if is_plain { halves(&plain) } else { Given::Bytes(codes.clone()) },
         halves(&scales),
         halves(&biases),
         Given::Words([rows, COLS, OUTS, OUTS, 0].map(|n| n as u32).to_vec()),

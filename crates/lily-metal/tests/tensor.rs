@@ -8,7 +8,7 @@ use std::fmt::Debug;
 use std::sync::{Arc, Mutex};
 
 use common::device::{ShimDevice, Spoil};
-use common::model::{Model, folder};
+use common::model::{Model, folder, unquantised};
 use lily_metal::device::DeviceError;
 use lily_metal::plan::{Features, KvType};
 use lily_metal::selftest::{run, run_source};
@@ -89,6 +89,22 @@ fn a_device_with_tensor_units_gets_kernels_for_them_unless_told_otherwise() {
         assert_eq!((features, warnings), (KvType::Bf16.into(), vec![]));
         assert!(path.ends_with("by simdgroup_matrix (Metal 3.1)"), "{path}");
     }
+}
+
+/// Their first products are of values, not of codes.
+#[test]
+fn a_model_in_bf16_gets_them_too() {
+    let model = unquantised(true, 5);
+    let options = Options {
+        context: 128,
+        max_batch_tokens: 64,
+        max_sequences: 2,
+        aligned_copies: false,
+        ..Options::default()
+    };
+    let device = ShimDevice::with_tensors(1 << 30);
+    let backend = MetalBackend::new(device, model.config.clone(), &model.weights, &options).unwrap();
+    assert_eq!(backend.features(), TENSOR);
 }
 
 /// Kernels that don't compile, and kernels that compute something else, are not used; and that is said.

@@ -23,7 +23,7 @@ fn the_metal_kernels_can_be_written_to_a_file() {
     let file = folder.path().join("kernels.metal");
     stdout(&output(&["doctor", "--metal-source", path(&file)]));
     let text = std::fs::read_to_string(&file).unwrap();
-    assert!(text.starts_with("#define HIDDEN ") && text.contains("kernel void lm_head("));
+    assert!(text.starts_with("#define MATRIX_BITS 4u\n") && text.contains("kernel void lm_head("));
     assert!(!text.contains("_tensor("));
     stdout(&output(&["doctor", "--metal-source", path(&file), "--metal-tensor"]));
     let text = std::fs::read_to_string(&file).unwrap();

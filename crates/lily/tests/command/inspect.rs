@@ -87,7 +87,7 @@ fn kernels_are_summed_up() {
     };
     // 248,320 rows of 2,048 codes of 4 bits, with a scale and a bias for every 64, and the norm.
     let bytes = 248_320 * (1024 + 32 * 4) + 4 * 2048;
-    assert_eq!(row("lm_head")[1..4], ["1".to_owned(), "64".to_owned(), bytes.to_string()]);
+    assert_eq!(row("lm_head")[1..4], ["1".to_owned(), "128".to_owned(), bytes.to_string()]);
     assert_eq!(row("lm_head")[4], format!("{:.1}", f64::from(bytes) / 614e9 * 1e6));
     assert_eq!(row("gate_up")[1], "40");
 }
