@@ -169,7 +169,7 @@ mod tests {
     const H200: Clusters = Clusters { most: 16, shared: 225 << 10 };
 
     #[test]
-    fn the_real_projection_is_brought_at_once_and_the_head_in_rounds() {
+    fn a_matrix_that_fits_is_brought_at_once_and_a_larger_one_in_rounds() {
         let cut = |blocks, tokens| H200.cut(blocks, 32, 576, tokens);
         let projection = Cut { clusters: 16, per: 49, rounds: 1, shared: 49 * 2304 + 56 * 512 + 8 * 4 * 136 };
         assert_eq!(cut(772, 8), Some(projection));
