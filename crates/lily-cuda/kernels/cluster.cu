@@ -69,7 +69,7 @@ __device__ __forceinline__ void split_tokens(u32 mode, const float* x, u32 k_til
 }
 
 // total += the products of R row blocks, whose tiles lie in the slots from `at` on, with all tokens.
-template <int FORM, int NT, int R>
+template <int NT, int R>
 __device__ __forceinline__ void multiply_slots(const u8* at, u32 slot, u32 count, const u8* fragments, const Unit* units, int lane,
                                                float (&total)[R][NT][2]) {
     const u8* tile = at;
@@ -78,17 +78,17 @@ __device__ __forceinline__ void multiply_slots(const u8* at, u32 slot, u32 count
     constexpr int AHEAD = NT > 4 ? 1 : 2;  // more would not fit into registers
 #pragma unroll AHEAD
     for (u32 k = 0; k < count; k++) {
-        Tile<FORM> a[R];
+        Tile<Q8> a[R];
 #pragma unroll
-        for (int r = 0; r < R; r++) a[r] = load_tile<FORM>(tile + r * slot, lane);
+        for (int r = 0; r < R; r++) a[r] = load_tile<Q8>(tile + r * slot, lane);
 #pragma unroll
         for (int n = 0; n < NT; n++) {
-            const Fragment<FORM> x = load_staged<true>(f + n * 4 * FRAGMENT_BYTES<true>, lane);
+            const Fragment<Q8> x = load_staged<true>(f + n * 4 * FRAGMENT_BYTES<true>, lane);
             const Unit of = unit[n * 4];
 #pragma unroll
-            for (int r = 0; r < R; r++) multiply<FORM>(a[r], x, of, total[r][n]);
+            for (int r = 0; r < R; r++) multiply<Q8>(a[r], x, of, total[r][n]);
         }
-        tile += tile_bytes<FORM>();
+        tile += tile_bytes<Q8>();
         f += NT * 4 * FRAGMENT_BYTES<true>;
         unit += NT * 4;
     }
@@ -121,7 +121,7 @@ struct Product {
 };
 
 // Grid: (CLUSTER * clusters, groups of 4 NT tokens). Row blocks are dealt to clusters evenly and in order.
-template <int FORM, int NT> __device__ __forceinline__ void product(const Matrix& w, const Product& o) {
+template <int NT> __device__ __forceinline__ void product(const Matrix& w, const Product& o) {
 #if __CUDA_ARCH__ >= 900
     constexpr u32 T = NT * 4;
     __shared__ float squares[CLUSTER][T], scales[T];
@@ -129,7 +129,7 @@ template <int FORM, int NT> __device__ __forceinline__ void product(const Matrix
     const u32 tid = threadIdx.x, warp = tid / 32, lane = tid % 32, rank = cluster_rank();
     const u32 cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER, token0 = blockIdx.y * T, tokens = min(T, o.tokens - token0);
     const u32 first = first_tile(rank, w.k_tiles), count = first_tile(rank + 1, w.k_tiles) - first, most = (w.k_tiles + CLUSTER - 1) / CLUSTER;
-    const u32 slot = most * tile_bytes<FORM>(), bytes = count * tile_bytes<FORM>();
+    const u32 slot = most * tile_bytes<Q8>(), bytes = count * tile_bytes<Q8>();
     const u32 blocks = (w.rows + TILE_ROWS - 1) / TILE_ROWS, begin = cluster * blocks / clusters, all = (cluster + 1) * blocks / clusters - begin;
     // Sums arrive in [rank][row block][token][row]; of row block i those of all ranks go to rank i % CLUSTER.
     constexpr u32 SUMS_BYTES = T * TILE_ROWS * 4;
@@ -144,7 +144,7 @@ template <int FORM, int NT> __device__ __forceinline__ void product(const Matrix
         u64* bar = &full[round & 1];
         if (tid == 0) barrier_expect(bar, n * bytes);
         for (u32 i = lane * WARPS + warp; i < n && count > 0; i += THREADS)
-            bulk_copy(shared + ((round & 1) * o.per + i) * slot, w.tiles + ((u64)(begin + from + i) * w.k_tiles + first) * tile_bytes<FORM>(), bytes, bar);
+            bulk_copy(shared + ((round & 1) * o.per + i) * slot, w.tiles + ((u64)(begin + from + i) * w.k_tiles + first) * tile_bytes<Q8>(), bytes, bar);
         __syncwarp();
     };
     if (tid == 0) {
@@ -191,12 +191,12 @@ template <int FORM, int NT> __device__ __forceinline__ void product(const Matrix
         for (u32 i = warp * n / WARPS; i < end; i += 2) {
             if (i + 1 < end) {
                 float total[2][NT][2] = {};
-                multiply_slots<FORM, NT, 2>(slots + i * slot, slot, count, fragments, units, lane, total);
+                multiply_slots<NT, 2>(slots + i * slot, slot, count, fragments, units, lane, total);
                 send(i, total[0]);
                 send(i + 1, total[1]);
             } else {
                 float total[1][NT][2] = {};
-                multiply_slots<FORM, NT, 1>(slots + i * slot, slot, count, fragments, units, lane, total);
+                multiply_slots<NT, 1>(slots + i * slot, slot, count, fragments, units, lane, total);
                 send(i, total[0]);
             }
         }
@@ -243,10 +243,9 @@ template <int FORM, int NT> __device__ __forceinline__ void product(const Matrix
 #endif
 }
 
-#define PRODUCT(name, form, nt)                                                                                    \
-    extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) name(Matrix w, Product o) { product<form, nt>(w, o); }
-PRODUCT(product_q8_8, Q8, 2)
-PRODUCT(product_q8_32, Q8, 8)
+#define PRODUCT(name, nt) extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) name(Matrix w, Product o) { product<nt>(w, o); }
+PRODUCT(product_q8_8, 2)
+PRODUCT(product_q8_32, 8)
 
 #define ROUTER_BLOCKS ((ROUTER_ROWS + TILE_ROWS - 1) / TILE_ROWS)
 // Dynamic shared memory of `router_q8`; src/cluster.rs knows how much it is.
