@@ -54,9 +54,9 @@ pub struct Device {
     pub grouped: bool,
     /// The kernel for a single decoded token, where it can be used.
     pub token: Option<crate::token::Token>,
-    /// Products by clusters of blocks, where the device has them.
+    /// Products from 8-bit weights, and the router, by clusters of eight blocks, where the device has clusters.
     pub clusters: Option<Clusters>,
-    /// Products by warpgroups, where the device has clusters.
+    /// Products from 4-bit weights by warpgroups, in smaller clusters.
     pub wide: Option<Wide>,
     /// Where launches are noted, when a list is wanted.
     pub record: Option<crate::device::Record>,
@@ -236,7 +236,7 @@ impl Device {
         self.launch(name, [rows, 1, 1], &mut args)
     }
 
-    /// A product: by clusters, or of inputs that another kernel has made ready.
+    /// A product: by warpgroups, by clusters, or of inputs that another kernel has made ready.
     fn product(&self, p: &Product<'_>) -> Result<(), DriverError> {
         if self.widely(p)? || self.clustered(p)? {
             return Ok(());

@@ -60,7 +60,7 @@ fn record_bytes(tokens: u32) -> u32 {
     tokens * 136
 }
 
-/// Rows of a step whose inputs are in a record together.
+/// Rows of a step whose inputs are in a record together: what a kernel of [`KERNELS`] takes at once.
 fn tokens_of_group(rows: u32) -> u32 {
     if rows <= 8 { 8 } else { 32 }
 }
