@@ -6,6 +6,7 @@ mod common;
 
 use std::collections::HashMap;
 
+use common::close::{BF16_TOLERANCE, TOLERANCE, assert_close, assert_close_in_bf16};
 use common::draws::{self, Drawer};
 use common::machine::{Machine, Step};
 use common::model::{Model, edge_shapes, folder, random, unquantised};
@@ -19,34 +20,6 @@ use lily_metal::selftest::{Drawn, Launched};
 use lily_metal::{plan_step, source};
 use lily_model::config::Config;
 use lily_model::presets::CONFIG_35B_A3B;
-
-/// Of the largest value.
-const TOLERANCE: f32 = 2e-5;
-/// Of sums of numbers that were rounded to bf16.
-const BF16_TOLERANCE: f32 = 1e-2;
-
-/// What is not expected (NaN) must not be there either.
-#[track_caller]
-fn assert_close(what: &str, got: &[f32], expected: &[f32], tolerance: f32) {
-    assert_eq!(got.len(), expected.len(), "{what}");
-    let size = expected.iter().filter(|x| !x.is_nan()).fold(0.0f32, |m, x| m.max(x.abs()));
-    for (i, (a, b)) in got.iter().zip(expected).enumerate() {
-        let close = (a - b).abs() <= tolerance * size || a.is_nan() && b.is_nan();
-        assert!(close, "{what}: {a} at {i}, expected {b} of up to {size}");
-    }
-}
-
-/// Of values that are kept as bf16: one between two of them may fall either way, and what is left of numbers that cancel is as
-/// wrong as these are.
-#[track_caller]
-fn assert_close_in_bf16(what: &str, got: &[f32], expected: &[f32]) {
-    assert_eq!(got.len(), expected.len(), "{what}");
-    let size = expected.iter().filter(|x| !x.is_nan()).fold(0.0f32, |m, x| m.max(x.abs()));
-    for (i, (a, b)) in got.iter().zip(expected).enumerate() {
-        let close = (a - b).abs() <= b.abs() / 128.0 + TOLERANCE * size || a.is_nan() && b.is_nan();
-        assert!(close, "{what}: {a} at {i}, expected {b} of up to {size}");
-    }
-}
 
 /// A query of 1e-6 is the difference of two of 0.4: with one rounding less, as on a GPU, it is off by more than a bf16.
 #[test]
