@@ -163,9 +163,7 @@ struct Output {
         return o.add && is && row < w.rows ? __ldcg(y + row) : 0.0f;
     }
     __device__ __forceinline__ void store(const Wide& o, const Matrix& w, u32 row, float sum, float old) const {
-        if (!is || row >= w.rows) return;
-        if (o.squares) sum = __fmul_rn(sum, scale);
-        y[row] = o.add ? old + sum : sum;
+        if (is && row < w.rows) y[row] = __fadd_rn(__fmul_rn(sum, scale), old);
     }
 };
 
@@ -311,8 +309,7 @@ template <int T, int C> __device__ __forceinline__ void wide(const Matrix& w, co
         if (i > 0) add_up(i - 1);
 #pragma unroll
         for (int j = 0; j < 4; j++) old[j] = there[j];
-        proxy_fence();  // the unit's weights are read
-        cluster_arrive<false>();
+        cluster_arrive<false>();  // the unit's weights are read: the sums that were sent are of all of them
     }
     add_up(p.all - 1);
     cluster_wait();  // no block ends while others send to it
