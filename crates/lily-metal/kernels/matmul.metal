@@ -13,6 +13,8 @@ constant constexpr uint TILE_STRIDE = TILE_COLS + 4;
 constant constexpr uint OUT_BLOCKS = 4;
 /// Rows of `matmul_few`.
 constant constexpr uint FEW = 8;
+/// Inputs that a lane of it takes at a time: a word of codes. More would take more registers than 8 rows leave.
+constant constexpr uint FEW_INPUTS = 8;
 
 /// What is multiplied: y = W x for each of `rows` rows of `cols` inputs; y has `outs` values a row, and its rows begin `width`
 /// values apart. With `add`, what is in y is added.
@@ -24,7 +26,7 @@ struct Product {
     uint add;
 };
 
-/// h = norm(x), row by row, a SIMD-group each.
+/// h = norm(x), row by row, a SIMD-group each; a lane takes 4 values at a time. Rows are multiples of 256 bytes.
 [[max_total_threads_per_threadgroup(128)]]
 kernel void norm_rows(
     const device float* x [[buffer(0)]],
@@ -39,13 +41,23 @@ kernel void norm_rows(
     if (row >= rows[0]) {
         return;
     }
+    const device float4* in = (const device float4*)(x + row * HIDDEN);
+    const device float4* gain = (const device float4*)gains;
+    device float4* out = (device float4*)(h + row * HIDDEN);
     float squares = 0.0f;
-    for (uint i = lane; i < HIDDEN; i += LANES) {
-        squares += x[row * HIDDEN + i] * x[row * HIDDEN + i];
+    for (uint i = lane; i < HIDDEN / 4; i += LANES) {
+        const float4 four = in[i];
+        squares += four.x * four.x + four.y * four.y + four.z * four.z + four.w * four.w;
     }
     const float factor = norm_factor(squares, HIDDEN);
-    for (uint i = lane; i < HIDDEN; i += LANES) {
-        h[row * HIDDEN + i] = x[row * HIDDEN + i] * factor * gains[i];
+    for (uint i = lane; i < HIDDEN / 4; i += LANES) {
+        const float4 by = gain[i];
+        float4 four = in[i];
+        four.x = four.x * factor * by.x;
+        four.y = four.y * factor * by.y;
+        four.z = four.z * factor * by.z;
+        four.w = four.w * factor * by.w;
+        out[i] = four;
     }
 }
 
@@ -204,19 +216,19 @@ kernel void matmul_router(
     product_tile<1, ROUTER_BITS>(x, m, product, y, tile, group, thread_index, simdgroup);
 }
 
-/// Values of half of INPUTS inputs from `at` on.
+/// Values of FEW_INPUTS inputs from `at` on.
 template <uint BITS> inline void few_values(Matrix m, ulong at, thread float* to) {
-    const device ushort* words = (const device ushort*)(m.codes + at / 2);
+    const uint word = *(const device uint*)(m.codes + at / 2);
     const float scale = float(m.scales[at / GROUP]);
     const float bias = float(m.biases[at / GROUP]);
-    for (uint i = 0; i < INPUTS / 2; ++i) {
-        to[i] = scale * float(words[i / 4] >> (4 * (i % 4)) & 15) + bias;
+    for (uint i = 0; i < FEW_INPUTS; ++i) {
+        to[i] = scale * float(word >> (4 * i) & 15) + bias;
     }
 }
 
 template <> inline void few_values<16>(Matrix m, ulong at, thread float* to) {
     const device bfloat* values = (const device bfloat*)m.codes + at;
-    for (uint i = 0; i < INPUTS / 2; ++i) {
+    for (uint i = 0; i < FEW_INPUTS; ++i) {
         to[i] = float(values[i]);
     }
 }
@@ -243,20 +255,19 @@ kernel void matmul_few(
     }
     const Matrix m = {codes, scales, biases};
     float sums[FEW][ROWS] = {{0.0f}};
-    for (uint col = lane * INPUTS; col < cols; col += STRIDE) {
-        // Half of a lane's inputs at a time, for the sake of registers.
-        for (uint from = col; from < col + INPUTS; from += INPUTS / 2) {
-            float values[ROWS][INPUTS / 2];
-            for (uint r = 0; r < ROWS; ++r) {
-                few_values<MATRIX_BITS>(m, ulong(out + r) * cols + from, values[r]);
-            }
-            for (uint t = 0; t < FEW; ++t) {
-                if (t < rows) {
-                    for (uint i = 0; i < INPUTS / 2; ++i) {
-                        const float in = x[t * cols + from + i];
-                        for (uint r = 0; r < ROWS; ++r) {
-                            sums[t][r] += in * values[r][i];
-                        }
+    for (uint col = lane * FEW_INPUTS; col < cols; col += LANES * FEW_INPUTS) {
+        float values[ROWS][FEW_INPUTS];
+        for (uint r = 0; r < ROWS; ++r) {
+            few_values<MATRIX_BITS>(m, ulong(out + r) * cols + col, values[r]);
+        }
+        for (uint t = 0; t < FEW; ++t) {
+            if (t < rows) {
+                const device float4* fours = (const device float4*)(x + t * cols + col);
+                for (uint i = 0; i < FEW_INPUTS / 4; ++i) {
+                    const float4 four = fours[i];
+                    for (uint r = 0; r < ROWS; ++r) {
+                        const thread float* by = values[r] + 4 * i;
+                        sums[t][r] += four.x * by[0] + four.y * by[1] + four.z * by[2] + four.w * by[3];
                     }
                 }
             }

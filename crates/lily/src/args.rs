@@ -1,5 +1,6 @@
 //! The command line.
 
+use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
@@ -25,7 +26,7 @@ pub struct Global {
     /// inside the program
     #[arg(short, long, global = true, env = "LILY_MODEL", value_name = "FOLDER")]
     pub model: Option<PathBuf>,
-    /// Threads to compute with. Default: one per core
+    /// On the CPU: threads to compute with. Default: one per core
     #[arg(short, long, global = true, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     pub threads: Option<u16>,
     /// Where to compute: auto (on a Mac its GPU if that can run the model, else the CPU), cpu, cuda or cuda:N, metal
@@ -64,15 +65,79 @@ pub enum LogFormat {
     Json,
 }
 
-impl Global {
-    /// Refuses options that don't go together.
+/// A kind of device that an option is for: `--device` with this name chooses it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Cpu,
+    Cuda,
+    Metal,
+}
+
+impl Kind {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Cpu => "cpu",
+            Self::Cuda => "cuda",
+            Self::Metal => "metal",
+        }
+    }
+}
+
+impl Args {
+    /// Refuses options that don't go together, and those that the chosen device would not heed.
     pub fn check(&self) -> Result<(), UsageError> {
-        match self.device {
-            DeviceChoice::Cuda(_) | DeviceChoice::Metal if self.cpu_exact => Err(UsageError(
-                "--cpu-exact is for the CPU, and --device names a GPU: leave one of them out".to_owned(),
+        self.check_on(cfg!(target_vendor = "apple"))
+    }
+
+    /// As [`check`](Self::check), on a Mac or elsewhere.
+    fn check_on(&self, mac: bool) -> Result<(), UsageError> {
+        let device = self.global.device;
+        let kinds: &[Kind] = match device {
+            DeviceChoice::Cpu => &[Kind::Cpu],
+            DeviceChoice::Cuda(_) => &[Kind::Cuda],
+            DeviceChoice::Metal => &[Kind::Metal],
+            // It lists what a GPU does for those who name one.
+            DeviceChoice::Auto if matches!(self.command, Command::Inspect(_)) => &[Kind::Cpu],
+            DeviceChoice::Auto if mac && !self.global.cpu_exact => &[Kind::Metal, Kind::Cpu],
+            DeviceChoice::Auto => &[Kind::Cpu],
+        };
+        for (option, given, kind) in self.options_of_devices() {
+            if given && !kinds.contains(&kind) {
+                let cpu = device == DeviceChoice::Auto && kinds == [Kind::Cpu];
+                let found = if cpu { ", which means cpu here" } else { "" };
+                let name = kind.name();
+                return Err(UsageError(format!(
+                    "{option} is for --device {name}, and this is --device {device}{found}: leave {option} out, or give --device {name}"
+                )));
+            }
+        }
+        match &self.command {
+            Command::Inspect(inspect) if inspect.metal_tensor && self.global.metal_no_tensor => Err(UsageError(
+                "--metal-tensor is for the kernels that --metal-no-tensor leaves out: leave one of them out".to_owned(),
             )),
             _ => Ok(()),
         }
+    }
+
+    /// Options that only one kind of device heeds, and whether they were given.
+    fn options_of_devices(&self) -> Vec<(&'static str, bool, Kind)> {
+        let global = &self.global;
+        let mut options = vec![
+            ("--threads", global.threads.is_some(), Kind::Cpu),
+            ("--cpu-exact", global.cpu_exact, Kind::Cpu),
+            ("--metal-no-residency", global.metal_no_residency, Kind::Metal),
+            ("--metal-no-tensor", global.metal_no_tensor, Kind::Metal),
+            ("--metal-no-aligned-copies", global.metal_no_aligned_copies, Kind::Metal),
+        ];
+        match &self.command {
+            Command::Inspect(inspect) => options.push(("--metal-tensor", inspect.metal_tensor, Kind::Metal)),
+            Command::Bench(bench) => options.extend([
+                ("--profile", bench.profile, Kind::Cuda),
+                ("--synth", bench.synth.is_some(), Kind::Cuda),
+            ]),
+            _ => {}
+        }
+        options
     }
 }
 
@@ -87,6 +152,18 @@ pub enum DeviceChoice {
     Cuda(usize),
     /// The GPU of a Mac.
     Metal,
+}
+
+impl fmt::Display for DeviceChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto => f.write_str("auto"),
+            Self::Cpu => f.write_str("cpu"),
+            Self::Cuda(0) => f.write_str("cuda"),
+            Self::Cuda(number) => write!(f, "cuda:{number}"),
+            Self::Metal => f.write_str("metal"),
+        }
+    }
 }
 
 impl FromStr for DeviceChoice {
@@ -298,7 +375,7 @@ pub struct Inspect {
     #[arg(long)]
     pub json: bool,
     /// With --device metal: the kernels that an M5 or later gets, whatever is here
-    #[arg(long, conflicts_with = "metal_no_tensor")]
+    #[arg(long)]
     pub metal_tensor: bool,
     #[command(flatten)]
     pub context: Context,
@@ -394,8 +471,8 @@ pub struct Bench {
 #[derive(Debug)]
 pub struct UsageError(pub String);
 
-impl std::fmt::Display for UsageError {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl fmt::Display for UsageError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
     }
 }
@@ -403,6 +480,7 @@ impl std::fmt::Display for UsageError {
 impl std::error::Error for UsageError {}
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test may panic")]
 mod tests {
     use super::*;
     use clap::CommandFactory;
@@ -419,6 +497,61 @@ mod tests {
         );
         for wrong in ["", "gpu", "cuda:", "cuda:x", "cpu:1", "cuda:-1", "metal:0"] {
             assert_eq!(device(wrong), None, "{wrong}");
+        }
+    }
+
+    /// What is wrong with a command line, on a Mac or elsewhere.
+    fn problem(line: &str, mac: bool) -> Option<String> {
+        let args = Args::try_parse_from(line.split(' ')).unwrap_or_else(|e| panic!("{line}: {e}"));
+        args.check_on(mac).err().map(|e| e.0)
+    }
+
+    #[test]
+    fn options_that_the_device_would_not_heed_are_refused() {
+        let refused = [
+            ("run --cpu-exact", "cpu", ["cuda:1", "metal"]),
+            ("bench --threads 2", "cpu", ["cuda", "metal"]),
+            ("bench --profile", "cuda", ["cpu", "metal"]),
+            ("bench --synth demo", "cuda", ["cpu", "metal"]),
+            ("inspect --metal-tensor", "metal", ["cpu", "cuda"]),
+            ("inspect --metal-no-tensor", "metal", ["cpu", "cuda:2"]),
+            ("serve --metal-no-residency", "metal", ["cpu", "cuda"]),
+            ("chat --metal-no-aligned-copies", "metal", ["cpu", "cuda"]),
+        ];
+        for (command, right, wrong) in refused {
+            let option = command.split(' ').nth(1).unwrap();
+            for mac in [false, true] {
+                for device in wrong {
+                    let found = problem(&format!("lily {command} --device {device}"), mac);
+                    let expected = format!(
+                        "{option} is for --device {right}, and this is --device {device}: leave {option} out, or give --device {right}"
+                    );
+                    assert_eq!(found, Some(expected));
+                }
+                assert_eq!(problem(&format!("lily {command} --device {right}"), mac), None);
+                // What `auto` stands for depends on the system; what is inspected must be named.
+                let gpu = mac && !command.starts_with("inspect");
+                let heeded = right == "cpu" || right == "metal" && gpu;
+                let found = problem(&format!("lily {command}"), mac);
+                assert_eq!(found.is_none(), heeded, "{command}: {found:?}");
+                let found = found.unwrap_or_default();
+                assert_eq!(found.contains("--device auto, which means cpu here"), !heeded && !gpu, "{found}");
+            }
+        }
+        // With it, `auto` is the CPU on a Mac too.
+        assert!(
+            problem("lily run --cpu-exact --metal-no-tensor", true).unwrap().contains("--metal-no-tensor")
+        );
+    }
+
+    #[test]
+    fn tensor_operations_are_asked_for_or_left_out() {
+        for line in [
+            "lily inspect --device metal --metal-tensor --metal-no-tensor",
+            "lily --metal-no-tensor --device metal inspect --metal-tensor",
+        ] {
+            let why = problem(line, false).unwrap();
+            assert!(why.contains("--metal-tensor") && why.contains("--metal-no-tensor"), "{why}");
         }
     }
 

@@ -105,10 +105,6 @@ pub fn bench(args: &Bench, global: &Global) -> Result<()> {
         DeviceChoice::Cuda(device) => Some(device),
         _ => None,
     };
-    if gpu.is_none() && (args.profile || args.synth.is_some()) {
-        let option = if args.profile { "--profile" } else { "--synth" };
-        bail!(UsageError(format!("{option} is for NVIDIA GPUs: add --device cuda")));
-    }
     let Subject { name, config, prompts, weights } = Subject::load(args, global)?;
     let sequences = args.batch.iter().max().copied().unwrap_or(1);
     let batch_tokens = PREFILL_CHUNK.max(sequences);

@@ -88,7 +88,8 @@ mod metal {
         let source = Source::new(global)?;
         let config = source.config()?;
         let weights = load_weights(&source.files, &config)?;
-        let paths: &[bool] = if device()?.info().tensor { &[false, true] } else { &[false] };
+        let tensor = device()?.info().tensor && !global.metal_no_tensor;
+        let paths: &[bool] = if tensor { &[false, true] } else { &[false] };
         let run = |&tensor: &bool| {
             let features = Features { kv: KvType::Bf16, tensor };
             Ok(selftest::run(&mut device()?, &config, &weights, features)?)

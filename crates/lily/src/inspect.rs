@@ -130,6 +130,7 @@ pub fn inspect(args: &Inspect, global: &Global) -> Result<()> {
     };
     let mut report = report(model, &config, context(args.context.ctx_size, &config)?);
     match global.device {
+        // `Args::check` knows that `auto` lists no GPU.
         DeviceChoice::Auto | DeviceChoice::Cpu => {}
         DeviceChoice::Cuda(index) => {
             report.state.push(gpu_state(&config, report.context, &report.weights));

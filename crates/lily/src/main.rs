@@ -46,7 +46,7 @@ fn main() -> ExitCode {
 }
 
 fn execute(args: &Args) -> anyhow::Result<()> {
-    args.global.check()?;
+    args.check()?;
     match &args.command {
         Command::Run(command) => run::run(command, &args.global),
         Command::Chat(command) => chat::chat(command, &args.global),

@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 #![allow(dead_code, reason = "each test file uses its own part")]
 
+pub mod close;
 pub mod cpu;
 pub mod device;
 pub mod draws;

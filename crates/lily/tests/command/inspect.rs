@@ -117,8 +117,10 @@ fn number_of(value: &Value) -> u64 {
     value.as_u64().unwrap()
 }
 
+/// All kinds of them: `args.rs`.
 #[test]
 fn what_is_for_gpus_says_so() {
+    assert_refused(&output(&["inspect", "--metal-tensor"]), 2, &["--metal-tensor is for --device metal"]);
     for option in [&["--profile"][..], &["--synth", "35b-a3b"]] {
         assert_refused(&output(&[&["bench"], option].concat()), 2, &[option[0], "--device cuda"]);
     }
