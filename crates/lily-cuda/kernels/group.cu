@@ -1,15 +1,22 @@
-// Experts for several tokens, from 4-bit weights: what `gate_up` and `down` of moe.cu compute. Strips of weights are dealt to
-// blocks evenly and in order. Of a block's warps one brings strips through a ring in shared memory, eight multiply, and one
-// adds up what they got, so that the others need not wait for it. Needs compute capability 9.0.
+// Experts for several tokens, from 4-bit weights: what `gate_up` and `down` of moe.cu compute, in one kernel. Its work is strips of
+// weights, first all of gate and up, then all of down. Chunks of strips go to blocks in turn, the last ones to whoever asks. Of a
+// block's warps one finds chunks and brings their inputs, one brings strips of weights through a ring in shared memory, eight multiply,
+// and one adds up what they got, so that the others need not wait for it. Needs compute capability 9.0.
 
 extern __shared__ __align__(128) u8 shared[];
 
 #define RING 3           // strips in shared memory
-#define DOWN_GROUP 4     // row blocks of a strip of `down`
+#define DOWN_GROUP 4     // row blocks of a strip of down; one of gate and up is one row block
 #define PARTS 8          // row blocks whose eight warps' sums are in shared memory
-#define BRINGER WARPS    // the warps behind those that multiply
-#define ADDER (WARPS + 1)
-#define GROUP_THREADS (THREADS + 64)
+#define DOWN_PARTS (PARTS / DOWN_GROUP)
+#define GATE_UP_CHUNK 8  // strips of a chunk; more are dealt less evenly, and fewer bring more inputs
+#define DOWN_CHUNK 2
+#define DEALT 3          // eighths of the chunks of down that need not be asked for
+#define CHUNKS 16        // descriptions of chunks in shared memory: the adding warp may be that far behind
+#define FEEDER WARPS     // the warps behind those that multiply
+#define BRINGER (WARPS + 1)
+#define ADDER (WARPS + 2)
+#define GROUP_THREADS (THREADS + 96)
 #define DOWN_STRIPS ((HIDDEN_BLOCKS + DOWN_GROUP - 1) / DOWN_GROUP)
 
 #define PART (TILE_ROWS * 4)  // sums of a row block: [row][pair]
@@ -17,16 +24,17 @@ extern __shared__ __align__(128) u8 shared[];
 // Every thread arrives for itself: one for its warp would do and be no faster, but racecheck does not follow that.
 struct Ring {
     u64 full[RING], empty[RING];
-    u64 added[PARTS];  // parts that are free again; those that are there are told at the hardware's barriers
+    u64 added[PARTS], added_down[DOWN_PARTS];  // parts that are free again; those that are there are told at the hardware's barriers
+    u64 described[CHUNKS];
+    u64 inputs[2], used[2];  // a chunk's inputs are there; have been read
 };
 
 // The hardware's barrier of a slot of parts: the multiplying warps arrive and go on, the adding one waits for all of them.
-#define PARTS_THERE(slot) (1 + (slot))
 __device__ __forceinline__ void parts_arrive(u32 slot) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(PARTS_THERE(slot)), "n"(THREADS + 32) : "memory");
+    asm volatile("bar.arrive %0, %1;" ::"r"(1 + slot), "n"(THREADS + 32) : "memory");
 }
 __device__ __forceinline__ void parts_wait(u32 slot) {
-    asm volatile("bar.sync %0, %1;" ::"r"(PARTS_THERE(slot)), "n"(THREADS + 32) : "memory");
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + slot), "n"(THREADS + 32) : "memory");
 }
 
 // The pieces of work and the pairs that they are of, in order of experts: as `route` lists them, or in shared memory.
@@ -126,87 +134,231 @@ struct Routed {
     }
 };
 
-// One of the pieces of work, and which of its strips.
-struct Strip {
-    u32 piece, index;
-    u32 left;  // strips of this piece from here on
+// Strips of a piece of work that follow each other.
+#define NO_CHUNK 0  // the last one
+#define GATE_UP 1
+#define DOWN 2
+struct Chunk {
+    u32 kind;
+    u32 piece, expert, count;  // `count`: pairs
+    u32 first, strips;
+    u32 pairs[BY_COPIES];
+    float scale[BY_COPIES];  // of gate and up: 1 / rms of the pairs' rows
 };
 
-// The strips of a block, dealt evenly and in order. Pieces of routed experts have ROUTED each; those of the shared one come behind
-// them.
-template <u32 ROUTED, u32 SHARED> struct Deal {
-    u32 routed, begin, end;  // strips of routed experts; the block's
-    __device__ __forceinline__ explicit Deal(const Lists& lists) {
-        routed = lists.routed * ROUTED;
-        const u32 all = routed + (lists.pieces - lists.routed) * SHARED, each = all / gridDim.x, rest = all % gridDim.x;
-        begin = blockIdx.x * each + blockIdx.x * rest / gridDim.x;
-        end = (blockIdx.x + 1) * each + (blockIdx.x + 1) * rest / gridDim.x;
+// Chunks in the order in which they are begun. Pieces of the shared expert come first: most of their bytes are in the L2 cache, where
+// the last strips should not be.
+struct Order {
+    static constexpr u32 ROUTED_CHUNKS = (GATE_UP_BLOCKS + GATE_UP_CHUNK - 1) / GATE_UP_CHUNK;
+    static constexpr u32 SHARED_CHUNKS = (SHARED_BLOCKS + GATE_UP_CHUNK - 1) / GATE_UP_CHUNK;
+    static constexpr u32 DOWN_CHUNKS = (DOWN_STRIPS + DOWN_CHUNK - 1) / DOWN_CHUNK;
+    u32 routed, shared;  // pieces
+    u32 gate_up, all;    // chunks of gate and up; in all
+    u32 dealt;           // chunks that go to blocks in turn
+    __device__ __forceinline__ explicit Order(const Lists& lists) {
+        routed = lists.routed;
+        shared = lists.pieces - routed;
+        gate_up = shared * SHARED_CHUNKS + routed * ROUTED_CHUNKS;
+        all = gate_up + lists.pieces * DOWN_CHUNKS;
+        dealt = gate_up + (all - gate_up) * DEALT / 8;
     }
-    __device__ __forceinline__ Strip at(u32 i) const {
-        if (i < routed) return Strip{i / ROUTED, i % ROUTED, ROUTED - i % ROUTED};
-        const u32 j = i - routed;
-        return Strip{routed / ROUTED + j / SHARED, j % SHARED, SHARED - j % SHARED};
+    // Chunk `i`, but for its expert and pairs.
+    __device__ __forceinline__ Chunk at(u32 i) const {
+        Chunk c;
+        u32 place;  // of the piece in this order
+        if (i < gate_up) {
+            const u32 in_shared = shared * SHARED_CHUNKS, is_shared = i < in_shared, j = is_shared ? i : i - in_shared;
+            const u32 chunks = is_shared ? SHARED_CHUNKS : ROUTED_CHUNKS, blocks = is_shared ? SHARED_BLOCKS : GATE_UP_BLOCKS;
+            place = j / chunks + (is_shared ? 0 : shared);
+            c.kind = GATE_UP;
+            c.first = j % chunks * GATE_UP_CHUNK;
+            c.strips = min((u32)GATE_UP_CHUNK, blocks - c.first);
+        } else {
+            const u32 j = i - gate_up;
+            place = j / DOWN_CHUNKS;
+            c.kind = i < all ? DOWN : NO_CHUNK;
+            c.first = j % DOWN_CHUNKS * DOWN_CHUNK;
+            c.strips = min((u32)DOWN_CHUNK, DOWN_STRIPS - c.first);
+        }
+        c.piece = place < shared ? routed + place : place - shared;
+        return c;
     }
 };
+
+// Chunks of a launch that blocks have asked for; 0 between launches.
+__device__ u32 tickets;
 
 __device__ __forceinline__ void init(Ring& ring, Grouping& g) {
-    for (u32 e = threadIdx.x; e < EXPERTS; e += GROUP_THREADS) g.rows[e] = 0;
-    if (threadIdx.x == 0) {
-        for (u32 i = 0; i < RING; i++) {
-            barrier_init(&ring.full[i], 1);
-            barrier_init(&ring.empty[i], THREADS);
-        }
-        for (u32 i = 0; i < PARTS; i++) {
-            barrier_init(&ring.added[i], 32);
-        }
-        barrier_fence();
+    const u32 tid = threadIdx.x;
+    for (u32 e = tid; e < EXPERTS; e += GROUP_THREADS) g.rows[e] = 0;
+    if (tid < RING) {
+        barrier_init(&ring.full[tid], 1);
+        barrier_init(&ring.empty[tid], THREADS);
     }
+    if (tid < PARTS) barrier_init(&ring.added[tid], 32);
+    if (tid < DOWN_PARTS) barrier_init(&ring.added_down[tid], 32);
+    if (tid < CHUNKS) barrier_init(&ring.described[tid], 32);
+    if (tid < 2) {
+        barrier_init(&ring.inputs[tid], 32);
+        barrier_init(&ring.used[tid], THREADS);
+    }
+    barrier_fence();
     __syncthreads();
 }
 
-// Brings strips, by one thread. `bytes` and `source` say how long strip `index` of an expert is and where.
-template <typename D, typename Bytes, typename Source>
-__device__ __forceinline__ void bring(Ring& ring, const D& deal, const Lists& lists, u32 stage_bytes, Bytes bytes, Source source) {
-    u32 k = 0;
-    for (u32 i = deal.begin; i < deal.end;) {
-        Strip s = deal.at(i);
-        const u32 expert = lists.at(s.piece).expert, until = min(deal.end, i + s.left);
-        for (; i < until; i++, k++, s.index++) {
-            const u32 stage = k % RING;
-            if (k >= RING) barrier_wait(&ring.empty[stage], (k / RING - 1) & 1);
-            const u32 n = bytes(expert, s.index);
-            barrier_expect(&ring.full[stage], n);
-            bulk_copy(shared + stage * stage_bytes, source(expert, s.index), n, &ring.full[stage]);
+// What the kernel reads and writes.
+struct Experts {
+    const u8* gate_up;  // packed one after another
+    const u8* gate_up_shared;
+    const u8* down;
+    const u8* down_shared;
+    Routed step;
+    const u8* fragments;  // of x, as the router leaves them
+    const Unit* units;
+    const float* scale;
+    float* middle;    // [pair, MIDDLE]: SiLU(gate x) * (up x)
+    float* expanded;  // [pair, HIDDEN]: down middle
+    u32* done;        // strips of gate and up that are in `middle`, by piece; 0 before
+};
+
+// Dynamic shared memory: strips, then inputs of a chunk of gate and up or of two of down; src/group.rs knows how much it is.
+constexpr u32 GATE_UP_STRIP = HIDDEN_TILES * tile_bytes<Q4>();
+__host__ __device__ constexpr u32 cmax(u32 a, u32 b) { return a > b ? a : b; }
+constexpr u32 STAGE = cmax(GATE_UP_STRIP, DOWN_GROUP * MIDDLE_TILES * tile_bytes<Q4>());
+constexpr u32 ROW_FRAGMENTS = HIDDEN_TILES * FRAGMENT_BYTES<true>;
+constexpr u32 ROW_UNITS = HIDDEN_TILES * 8 + 16;  // pairs' lie in different banks
+constexpr u32 DOWN_INPUTS = BY_COPIES * (MIDDLE) * 4;
+
+__device__ __forceinline__ u32 row_blocks(u32 strip) { return min((u32)DOWN_GROUP, HIDDEN_BLOCKS - strip * DOWN_GROUP); }
+__device__ __forceinline__ u32 down_tiles(u32 expert) { return expert == EXPERTS ? SHARED_TILES : EXPERT_TILES; }
+// Chunk `j` of the block, once it is described.
+__device__ __forceinline__ Chunk& chunk_at(Ring& ring, Chunk* chunks, u32 j) {
+    barrier_wait(&ring.described[j % CHUNKS], j / CHUNKS & 1);
+    return chunks[j % CHUNKS];
+}
+
+// Asks for the next chunk that is not dealt. A block does until there are none, so it is known who is the last to ask.
+__device__ __forceinline__ u32 draw(const Order& order) {
+    const u32 ticket = atomicAdd(&tickets, 1), i = order.dealt + ticket;
+    if (i == order.all + gridDim.x - 1) atomicExch(&tickets, 0);
+    return i;
+}
+
+// Waits until all of a piece's `middle` is in memory, for bulk copies behind it.
+__device__ __forceinline__ void await_middle(const u32* done, u32 strips) {
+    u32 there;
+    do asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(there) : "l"(done) : "memory");
+    while (there < strips);
+    whole_proxy_fence();
+}
+
+// Brings the inputs of gate and up of `count` pairs, in whose rows lanes have theirs: fragments, then units; and what scales their outputs.
+__device__ __forceinline__ void bring_rows(const Experts& o, u32 row, u32 count, u8* in, u32 lane, u64* bar, float* scales) {
+    if (lane < count) {
+        barrier_expect_more(bar, ROW_FRAGMENTS);
+        bulk_copy<false>(in + lane * ROW_FRAGMENTS, o.fragments + (u64)row * ROW_FRAGMENTS, ROW_FRAGMENTS, bar);
+    }
+    __syncwarp();
+    const float scale = lane < count ? __ldcg(o.scale + row) : 0.0f;
+    u32 rows[BY_COPIES];
+#pragma unroll
+    for (u32 p = 0; p < BY_COPIES; p++) rows[p] = __shfl_sync(FULL, row, p);
+    for (u32 t = lane; t < HIDDEN_TILES; t += 32) {
+        float2 u[BY_COPIES];
+#pragma unroll
+        for (u32 p = 0; p < BY_COPIES; p++)
+            if (p < count) u[p] = __ldcg((const float2*)o.units + (u64)rows[p] * HIDDEN_TILES + t);
+#pragma unroll
+        for (u32 p = 0; p < BY_COPIES; p++)
+            if (p < count) *(float2*)(in + BY_COPIES * ROW_FRAGMENTS + p * ROW_UNITS + t * 8) = u[p];
+    }
+    if (lane < count) scales[lane] = scale;
+}
+
+// Finds a block's chunks, describes them and brings their inputs, by one warp. Asking and describing are ahead of the inputs, so that
+// nobody waits for them.
+__device__ __forceinline__ void feed(Ring& ring, Chunk* chunks, const Lists& lists, const Experts& o, u32 lane) {
+    const Order order(lists);
+    u32 next = blockIdx.x, was = 0;
+    if (next >= order.dealt) next = __shfl_sync(FULL, lane == 0 ? draw(order) : 0, 0);
+    for (u32 j = 0;; j++) {
+        const u32 i = next;
+        const bool is = i < order.all, asks = i + gridDim.x >= order.dealt;
+        u32 drawn = 0;
+        if (is && asks && lane == 0) drawn = draw(order);
+        Chunk& to = chunks[j % CHUNKS];
+        const Chunk c = order.at(i);
+        u32 pair = 0, count = 0;
+        if (is) {
+            const Work w = lists.at(c.piece);
+            count = w.count;
+            if (lane < count) pair = lists.pair(w.first + lane);
+            if (lane == 0) {
+                to.piece = c.piece;
+                to.expert = w.expert;
+                to.count = count;
+                to.first = c.first;
+                to.strips = c.strips;
+            }
+            if (lane < count) to.pairs[lane] = pair;
         }
+        if (lane == 0) to.kind = c.kind;
+        barrier_arrive(&ring.described[j % CHUNKS]);
+        if (!is) return;
+        // There is room for the inputs of one chunk of gate and up, or of two of down.
+        const u32 before = min(i, was) >= order.gate_up ? 2 : 1;
+        if (j >= before) barrier_wait(&ring.used[(j - before) & 1], (j - before) / 2 & 1);
+        u8* in = shared + RING * STAGE + (c.kind == DOWN ? (j & 1) * DOWN_INPUTS : 0);
+        u64* bar = &ring.inputs[j & 1];
+        if (c.kind == GATE_UP) {
+            bring_rows(o, pair / SLOTS, count, in, lane, bar, to.scale);
+        } else {
+            await_middle(o.done + c.piece, c.piece < order.routed ? GATE_UP_BLOCKS : SHARED_BLOCKS);
+            constexpr u32 BYTES = (MIDDLE) * 4;
+            if (lane < count) {
+                barrier_expect_more(bar, BYTES);
+                bulk_copy<false>(in + lane * BYTES, o.middle + (u64)pair * (MIDDLE), BYTES, bar);
+            }
+        }
+        barrier_arrive(bar);
+        was = i;
+        next = asks ? __shfl_sync(FULL, drawn, 0) : i + gridDim.x;
     }
 }
 
-// Up to four pairs of an expert as one lane sees them: one is its column of B, another its column of the result.
-struct Pairs {
-    u32 column, token, expert;
-    bool has_column, has_token;
-    __device__ __forceinline__ Pairs(const Work& w, const Lists& lists, int lane) {
-        expert = w.expert;
-        has_column = (lane >> 3) < w.count;
-        has_token = (lane & 3) < w.count;
-        column = has_column ? lists.pair(w.first + (lane >> 3)) : 0;
-        token = __shfl_sync(FULL, column, (lane & 3) * 8);
+// Brings the strips of all chunks, by one thread.
+__device__ __forceinline__ void bring(Ring& ring, Chunk* chunks, const Experts& o) {
+    u32 k = 0;
+    for (u32 j = 0;; j++) {
+        const Chunk& c = chunk_at(ring, chunks, j);
+        const u32 kind = c.kind, expert = c.expert, end = c.first + c.strips;
+        if (kind == NO_CHUNK) return;
+        const u32 row_block = down_tiles(expert) * tile_bytes<Q4>();
+        const u8* from = kind == GATE_UP ? (expert == EXPERTS ? o.gate_up_shared : o.gate_up + (u64)expert * GATE_UP_BLOCKS * GATE_UP_STRIP)
+                                         : (expert == EXPERTS ? o.down_shared : o.down + (u64)expert * HIDDEN_BLOCKS * row_block);
+        const u32 stride = kind == GATE_UP ? GATE_UP_STRIP : DOWN_GROUP * row_block;
+        for (u32 i = c.first; i < end; i++, k++) {
+            const u32 stage = k % RING, bytes = kind == GATE_UP ? GATE_UP_STRIP : row_blocks(i) * row_block;
+            if (k >= RING) barrier_wait(&ring.empty[stage], (k / RING - 1) & 1);
+            barrier_expect(&ring.full[stage], bytes);
+            bulk_copy(shared + stage * STAGE, from + (u64)i * stride, bytes, &ring.full[stage]);
+        }
     }
-};
-
-// A warp's share of their inputs.
-template <u32 MOST> struct Inputs {
-    Fragment<Q4> f[MOST];
-    Unit unit[MOST];
-};
+}
 
 // The 64 inputs of a tile, those of this lane's pair (lane / 8), as `split_place` would make them; `unit` is that of pair lane % 4.
 // Both lanes of a column, which differ in the digit that they have, make all digits.
 __device__ __forceinline__ void make_fragment(const float* x, bool has, int lane, Fragment<Q4>& f, Unit& unit) {
     float v[2][8] = {};
     if (has) {
-        load8(x + (lane & 3) * 16, v[0]);
-        load8(x + (lane & 3) * 16 + 8, v[1]);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float4 four = *((const float4*)(x + (lane & 3) * 16) + i);
+            v[i / 2][i % 2 * 4] = four.x;
+            v[i / 2][i % 2 * 4 + 1] = four.y;
+            v[i / 2][i % 2 * 4 + 2] = four.z;
+            v[i / 2][i % 2 * 4 + 3] = four.w;
+        }
     }
     float most = max_magnitude(most_of(v[0]), most_of(v[1]));
 #pragma unroll
@@ -231,149 +383,173 @@ __device__ __forceinline__ void make_fragment(const float* x, bool has, int lane
     unit.sum = __shfl_sync(FULL, mine, (lane & 3) * 8);
 }
 
+// The sums of eight warps for a row block: [warp][row][pair].
+typedef float Parts[WARPS][PART];
+
 // A warp's part of one row block's products.
-template <u32 MOST>
-__device__ __forceinline__ void multiply_strip(const u8* tiles, u32 count, const Inputs<MOST>& in, int lane, float* part) {
-    float total[2] = {0, 0};
-#pragma unroll
-    for (u32 k = 0; k < MOST; k++)
-        if (k < count) multiply_at<Q4>(tiles + k * tile_bytes<Q4>(), lane, in.f[k], in.unit[k], total);
+__device__ __forceinline__ void store_part(float* part, int lane, const float (&total)[2]) {
     part[lane] = total[0];
     part[lane + 32] = total[1];
 }
 
-// middle[pair] = SiLU(gate x) * (up x). A strip is one row block.
-extern "C" __global__ void __launch_bounds__(GROUP_THREADS, 2)
-gate_up_group_q4(const u8* experts, const u8* shared_expert, Routed step, const u8* fragments, const Unit* units, const float* scale, float* middle) {
-    constexpr u32 MOST = Share<HIDDEN_TILES>::MOST, STRIP = HIDDEN_TILES * tile_bytes<Q4>();
-    __shared__ Ring ring;
-    __shared__ Grouping grouping;
-    __shared__ float parts[PARTS][WARPS][PART];
-    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    init(ring, grouping);
-    wait_for_inputs();
-    launch_dependents();  // not before: `down_group_q4` reads the choice ahead of its wait
-    const Lists lists = step.lists(grouping);
-    const Deal<GATE_UP_BLOCKS, SHARED_BLOCKS> deal(lists);
-    if (warp == BRINGER) {
-        if (lane == 0)
-            bring(ring, deal, lists, STRIP, [](u32, u32) { return STRIP; }, [&](u32 expert, u32 index) {
-                return (expert == EXPERTS ? shared_expert : experts + (u64)expert * GATE_UP_BLOCKS * STRIP) + (u64)index * STRIP;
-            });
-        return;
-    }
+// Multiplies the chunks of gate and up, by one of the WARPS. j, k: chunks and strips so far.
+__device__ __forceinline__ void multiply_gate_up(Ring& ring, Chunk* chunks, Parts* parts, u32 warp, u32 lane, u32& j, u32& k) {
     const Share<HIDDEN_TILES> mine(warp);
-    u32 k = 0;  // strips so far
-    for (u32 i = deal.begin; i < deal.end;) {
-        const Strip s = deal.at(i);
-        const u32 until = min(deal.end, i + s.left), first = i - s.index;
-        const Pairs of(lists.at(s.piece), lists, lane);
-        if (warp == ADDER) {
-            const float row_scale = of.has_column ? __ldcg(scale + of.column / SLOTS) : 0.0f;
-#pragma unroll 1
-            for (; i < until; i++, k++) {
-                parts_wait(k % PARTS);
-                // Eight lanes a pair.
-                const u32 r = lane % 8, block = i - first;
-                const float* p = parts[k % PARTS][0] + r * 4 + lane / 8;
-                const float gate = sum_of<WARPS>([&](int w) { return p[w * PART]; });
-                const float up = sum_of<WARPS>([&](int w) { return p[w * PART + 32]; });
-                barrier_arrive(&ring.added[k % PARTS]);
-                const u32 width = of.expert == EXPERTS ? SHARED_WIDTH : EXPERT_WIDTH;
-                if (of.has_column && block * 8 + r < width) middle[(u64)of.column * (MIDDLE) + block * 8 + r] = swiglu(gate, up, row_scale);
-            }
-            continue;
-        }
-        Inputs<MOST> in;
+    for (;; j++) {
+        const Chunk& c = chunk_at(ring, chunks, j);
+        if (c.kind != GATE_UP) return;
+        const u8* in = shared + RING * STAGE;
+        const u8* fragments = in + (lane >> 3) * ROW_FRAGMENTS + mine.first * FRAGMENT_BYTES<true>;
+        const float2* units = (const float2*)(in + BY_COPIES * ROW_FRAGMENTS + (lane & 3) * ROW_UNITS) + mine.first;
+        const u32 until = k + c.strips;
+        barrier_wait(&ring.inputs[j & 1], j / 2 & 1);
+        Fragment<Q4> f[mine.MOST];
+        Unit unit[mine.MOST];
 #pragma unroll
-        for (u32 t = 0; t < MOST; t++) {
-            const bool has = t < mine.count;
-            in.f[t] = load_fragment<Q4>(fragments, of.has_column && has ? (long long)(of.column / SLOTS) : -1, HIDDEN_TILES, mine.first + t, lane);
-            in.unit[t] = load_unit<Q4>(units, of.has_token && has ? (long long)(of.token / SLOTS) : -1, HIDDEN_TILES, mine.first + t);
+        for (u32 t = 0; t < mine.MOST; t++) {
+            if (!mine.has(t)) continue;
+            f[t] = load_staged<true>(fragments + t * FRAGMENT_BYTES<true>, lane);
+            unit[t] = Unit{units[t].x, units[t].y};
         }
+        barrier_arrive(&ring.used[j & 1]);
 #pragma unroll 1
-        for (; i < until; i++, k++) {
+        for (; k < until; k++) {
             if (k >= PARTS) barrier_wait(&ring.added[k % PARTS], (k / PARTS - 1) & 1);
             barrier_wait(&ring.full[k % RING], k / RING & 1);
-            multiply_strip<MOST>(shared + k % RING * STRIP + mine.first * tile_bytes<Q4>(), mine.count, in, lane, parts[k % PARTS][warp]);
+            const u8* tiles = shared + k % RING * STAGE + mine.first * tile_bytes<Q4>();
+            float total[2] = {0, 0};
+#pragma unroll
+            for (u32 t = 0; t < mine.MOST; t++) {
+                if (mine.has(t)) multiply_at<Q4>(tiles + t * tile_bytes<Q4>(), lane, f[t], unit[t], total);
+            }
+            store_part(parts[k % PARTS][warp], lane, total);
             parts_arrive(k % PARTS);
             barrier_arrive(&ring.empty[k % RING]);
         }
     }
 }
 
-// expanded[pair] = down middle[pair]. A strip is DOWN_GROUP row blocks.
-extern "C" __global__ void __launch_bounds__(GROUP_THREADS, 2)
-down_group_q4(const u8* experts, const u8* shared_expert, Routed step, const float* middle, float* expanded) {
-    constexpr u32 MOST = Share<MIDDLE_TILES>::MOST, STAGE = DOWN_GROUP * MIDDLE_TILES * tile_bytes<Q4>();
-    __shared__ Ring ring;
-    __shared__ Grouping grouping;
-    constexpr u32 SLOTS_OF_PARTS = PARTS / DOWN_GROUP;
-    __shared__ __align__(16) float parts[SLOTS_OF_PARTS][DOWN_GROUP][WARPS][PART];
-    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    launch_dependents();
-    init(ring, grouping);
-    // The choice is there before the wait: the predecessor let this kernel start only once it had it.
-    const Lists lists = step.lists(grouping);
-    const Deal<DOWN_STRIPS, DOWN_STRIPS> deal(lists);
-    auto row_blocks = [](u32 index) { return min((u32)DOWN_GROUP, HIDDEN_BLOCKS - index * DOWN_GROUP); };
-    auto row_block_bytes = [](u32 expert) { return (expert == EXPERTS ? SHARED_TILES : EXPERT_TILES) * tile_bytes<Q4>(); };
-    if (warp == BRINGER) {
-        if (lane == 0)
-            bring(ring, deal, lists, STAGE, [&](u32 expert, u32 index) { return row_blocks(index) * row_block_bytes(expert); },
-                  [&](u32 expert, u32 index) {
-                      const u64 bytes = row_block_bytes(expert);
-                      return (expert == EXPERTS ? shared_expert : experts + (u64)expert * HIDDEN_BLOCKS * bytes) + index * DOWN_GROUP * bytes;
-                  });
-        return;
-    }
-    wait_for_inputs();
-    u32 k = 0;
-    for (u32 i = deal.begin; i < deal.end;) {
-        const Strip s = deal.at(i);
-        const u32 until = min(deal.end, i + s.left), first = i - s.index;
-        const Work w = lists.at(s.piece);
-        const Pairs of(w, lists, lane);
-        if (warp == ADDER) {
-            float* to[4];
-#pragma unroll
-            for (int t = 0; t < 4; t++) to[t] = t < w.count ? expanded + (u64)__shfl_sync(FULL, of.column, t * 8) * HIDDEN : nullptr;
-#pragma unroll 1
-            for (; i < until; i++, k++) {
-                const u32 slot = k % SLOTS_OF_PARTS, rows = row_blocks(i - first) * TILE_ROWS, row0 = (i - first) * (DOWN_GROUP * TILE_ROWS);
-                parts_wait(slot);
-#pragma unroll
-                for (u32 row = lane; row < DOWN_GROUP * TILE_ROWS; row += 32) {
-                    const float4* p = (const float4*)parts[slot][row / TILE_ROWS][0] + row % TILE_ROWS;
-                    const float4 sum = sum_of<WARPS>([&](int j) { return p[j * (PART / 4)]; });
-                    const float v[4] = {sum.x, sum.y, sum.z, sum.w};
-                    if (row >= rows) continue;
-#pragma unroll
-                    for (int t = 0; t < 4; t++)
-                        if (to[t]) to[t][row0 + row] = v[t];
-                }
-                barrier_arrive(&ring.added[slot]);
-            }
-            continue;
-        }
-        const u32 k_tiles = w.expert == EXPERTS ? SHARED_TILES : EXPERT_TILES, bytes = row_block_bytes(w.expert);
+// Those of down.
+__device__ __forceinline__ void multiply_down(Ring& ring, Chunk* chunks, Parts* parts, u32 warp, u32 lane, u32 j, u32 k) {
+    // Their parts lie elsewhere: all of gate and up must have been added up.
+    const u32 gate_ups = k;
+    for (u32 i = k > PARTS ? k - PARTS : 0; i < gate_ups; i++) barrier_wait(&ring.added[i % PARTS], i / PARTS & 1);
+    for (;; j++) {
+        const Chunk& c = chunk_at(ring, chunks, j);
+        if (c.kind == NO_CHUNK) return;
+        constexpr u32 MOST = Share<MIDDLE_TILES>::MOST;
+        const u32 k_tiles = down_tiles(c.expert), bytes = k_tiles * tile_bytes<Q4>(), until = k + c.strips;
         const u32 tile = first_tile(warp, k_tiles), count = first_tile(warp + 1, k_tiles) - tile;
-        Inputs<MOST> in;
+        const float* middle = (const float*)(shared + RING * STAGE + (j & 1) * DOWN_INPUTS) + (lane >> 3) * (MIDDLE) + tile * TILE_COLS;
+        u32 strip_index = c.first;
+        const bool has = (lane >> 3) < c.count;
+        barrier_wait(&ring.inputs[j & 1], j / 2 & 1);
+        Fragment<Q4> f[MOST];
+        Unit unit[MOST];
 #pragma unroll
-        for (u32 t = 0; t < MOST; t++) {
-            make_fragment(middle + (u64)of.column * (MIDDLE) + (tile + t) * TILE_COLS, of.has_column && t < count, lane, in.f[t], in.unit[t]);
-        }
+        for (u32 t = 0; t < MOST; t++) make_fragment(middle + t * TILE_COLS, has && t < count, lane, f[t], unit[t]);
+        barrier_arrive(&ring.used[j & 1]);
 #pragma unroll 1
-        for (; i < until; i++, k++) {
-            const u32 blocks = row_blocks(i - first), slot = k % SLOTS_OF_PARTS;
+        for (; k < until; k++, strip_index++) {
+            const u32 blocks = row_blocks(strip_index), n = k - gate_ups, slot = n % DOWN_PARTS;
             const u8* strip = shared + k % RING * STAGE + tile * tile_bytes<Q4>();
-            if (k >= SLOTS_OF_PARTS) barrier_wait(&ring.added[slot], (k / SLOTS_OF_PARTS - 1) & 1);
+            if (n >= DOWN_PARTS) barrier_wait(&ring.added_down[slot], (n / DOWN_PARTS - 1) & 1);
             barrier_wait(&ring.full[k % RING], k / RING & 1);
+            float total[DOWN_GROUP][2] = {};
 #pragma unroll
             for (u32 u = 0; u < DOWN_GROUP; u++)
-                if (u < blocks) multiply_strip<MOST>(strip + u * bytes, count, in, lane, parts[slot][u][warp]);
-            parts_arrive(slot);
+#pragma unroll
+                for (u32 t = 0; t < MOST; t++)
+                    if (u < blocks && t < count) multiply_at<Q4>(strip + u * bytes + t * tile_bytes<Q4>(), lane, f[t], unit[t], total[u]);
+#pragma unroll
+            for (u32 u = 0; u < DOWN_GROUP; u++) store_part(parts[slot * DOWN_GROUP + u][warp], lane, total[u]);
+            parts_arrive(PARTS + slot);
             barrier_arrive(&ring.empty[k % RING]);
         }
+    }
+}
+
+// Adds up eighths of gate and up and stores `middle`, by one warp. j: chunks so far.
+__device__ __forceinline__ void add_gate_up(Ring& ring, Chunk* chunks, Parts* parts, const Experts& o, u32 lane, u32& j) {
+    for (u32 k = 0;; j++) {
+        const Chunk& c = chunk_at(ring, chunks, j);
+        if (c.kind != GATE_UP) return;
+        // Eight lanes a pair.
+        const u32 t = lane / 8, r = lane % 8, end = c.first + c.strips, piece = c.piece, strips = c.strips;
+        const bool has = t < c.count;
+        const u32 width = c.expert == EXPERTS ? SHARED_WIDTH : EXPERT_WIDTH;
+        float* to = o.middle + (has ? (u64)c.pairs[t] * (MIDDLE) : 0);
+        float scale = 0;
+#pragma unroll 1
+        for (u32 block = c.first; block < end; block++, k++) {
+            parts_wait(k % PARTS);
+            if (block == c.first) scale = has ? c.scale[t] : 0.0f;  // is there only with the other inputs
+            const float* p = parts[k % PARTS][0] + r * 4 + t;
+            const float gate = sum_of<WARPS>([&](int w) { return p[w * PART]; });
+            const float up = sum_of<WARPS>([&](int w) { return p[w * PART + 32]; });
+            barrier_arrive(&ring.added[k % PARTS]);
+            if (has && block * 8 + r < width) to[block * 8 + r] = swiglu(gate, up, scale);
+        }
+        __syncwarp();
+        if (lane == 0) asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(o.done + piece), "r"(strips) : "memory");
+    }
+}
+
+// Those of down, and stores `expanded`.
+__device__ __forceinline__ void add_down(Ring& ring, Chunk* chunks, Parts* parts, const Experts& o, u32 lane, u32 j) {
+    for (u32 k = 0;; j++) {
+        const Chunk& c = chunk_at(ring, chunks, j);
+        if (c.kind == NO_CHUNK) return;
+        float* to[BY_COPIES];
+#pragma unroll
+        for (u32 t = 0; t < BY_COPIES; t++) to[t] = t < c.count ? o.expanded + (u64)c.pairs[t] * HIDDEN : nullptr;
+        const u32 end = c.first + c.strips;
+#pragma unroll 1
+        for (u32 i = c.first; i < end; i++, k++) {
+            const u32 slot = k % DOWN_PARTS, rows = row_blocks(i) * TILE_ROWS, row0 = i * (DOWN_GROUP * TILE_ROWS);
+            parts_wait(PARTS + slot);
+#pragma unroll
+            for (u32 row = lane; row < DOWN_GROUP * TILE_ROWS; row += 32) {
+                const float4* p = (const float4*)parts[slot * DOWN_GROUP + row / TILE_ROWS][0] + row % TILE_ROWS;
+                const float4 sum = sum_of<WARPS>([&](int w) { return p[w * (PART / 4)]; });
+                const float v[4] = {sum.x, sum.y, sum.z, sum.w};
+                if (row >= rows) continue;
+#pragma unroll
+                for (u32 t = 0; t < BY_COPIES; t++)
+                    if (to[t]) to[t][row0 + row] = v[t];
+            }
+            barrier_arrive(&ring.added_down[slot]);
+        }
+    }
+}
+
+// All blocks of the grid must run at a time: those of down wait for those of gate and up.
+extern "C" __global__ void __launch_bounds__(GROUP_THREADS, 2) experts_group_q4(Experts o) {
+    __shared__ Ring ring;
+    __shared__ Grouping grouping;
+    __shared__ Chunk chunks[CHUNKS];
+    __shared__ __align__(16) Parts parts[PARTS];
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    init(ring, grouping);
+    // Weights of the shared expert can be on their way to the L2 cache before the choice is there.
+    for (u32 i = blockIdx.x; i < SHARED_BLOCKS + DOWN_STRIPS && threadIdx.x == 0; i += gridDim.x) {
+        const u32 row_block = down_tiles(EXPERTS) * tile_bytes<Q4>(), strip = i - SHARED_BLOCKS;
+        if (i < SHARED_BLOCKS) bulk_prefetch(o.gate_up_shared + (u64)i * GATE_UP_STRIP, GATE_UP_STRIP);
+        else bulk_prefetch(o.down_shared + (u64)strip * (DOWN_GROUP * row_block), row_blocks(strip) * row_block);
+    }
+    wait_for_inputs();
+    launch_dependents();
+    const Lists lists = o.step.lists(grouping);
+    u32 j = 0, k = 0;
+    if (warp < WARPS) {
+        multiply_gate_up(ring, chunks, parts, warp, lane, j, k);
+        multiply_down(ring, chunks, parts, warp, lane, j, k);
+    } else if (warp == ADDER) {
+        add_gate_up(ring, chunks, parts, o, lane, j);
+        add_down(ring, chunks, parts, o, lane, j);
+    } else if (warp == FEEDER) {
+        feed(ring, chunks, lists, o, lane);
+    } else if (lane == 0) {
+        bring(ring, chunks, o);
     }
 }

@@ -18,6 +18,12 @@ __device__ __forceinline__ void barrier_expect(u64* bar, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(bytes) : "memory");
 #endif
 }
+// The same without arriving.
+__device__ __forceinline__ void barrier_expect_more(u64* bar, u32 bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(bytes) : "memory");
+#endif
+}
 __device__ __forceinline__ void barrier_arrive(u64* bar) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
@@ -37,6 +43,12 @@ __device__ __forceinline__ void proxy_fence() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
+// The same, and for global memory too.
+__device__ __forceinline__ void whole_proxy_fence() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.proxy.async;" ::: "memory");
+#endif
+}
 // What is read ONCE a step, as weights are, is the first to leave the L2 cache, which holds what kernels pass on to each other.
 template <bool ONCE = true> __device__ __forceinline__ void bulk_copy(void* to, const void* from, u32 bytes, u64* bar) {
 #if __CUDA_ARCH__ >= 900
@@ -45,6 +57,12 @@ template <bool ONCE = true> __device__ __forceinline__ void bulk_copy(void* to, 
     else asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
                  ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(bar)), "l"(policy) : "memory");
+#endif
+}
+// Into the L2 cache only.
+__device__ __forceinline__ void bulk_prefetch(const void* from, u32 bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 #endif
 }
 

@@ -163,13 +163,14 @@ __device__ __forceinline__ void down(const u8* experts, const u8* shared_expert,
 // of squares of its eighths. A warp an eighth of a row. Grid: (WARPS / ADD_WARPS, rows).
 #define ADD_WARPS 2
 extern "C" __global__ void __launch_bounds__(32 * ADD_WARPS)
-add_experts(const float* weights, const float* expanded, float* x, const float* gain, Columns to, float* squares) {
+add_experts(const float* weights, const float* expanded, float* x, const float* gain, Columns to, float* squares, u32* done) {
     launch_dependents();
     const u32 row = blockIdx.y, eighth = blockIdx.x * ADD_WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
     const u32 last = first_tile(eighth + 1, HIDDEN_TILES);
     __shared__ float4 parts[32 * ADD_WARPS][2 * SLOTS + 1];  // one more: lanes' values lie in different banks
     float square = 0;
     wait_for_inputs();
+    if (eighth == 0 && lane < SLOTS) done[row * SLOTS + lane] = 0;  // for the next layer; a step has at most as many pieces as pairs
     for (u32 tile0 = first_tile(eighth, HIDDEN_TILES); tile0 < last; tile0 += 4) {
         const Place p = place(tile0, last, HIDDEN, lane);
         // All that is read is on its way at a time, which registers would not suffice for.

@@ -6,6 +6,8 @@ extern __shared__ __align__(128) u8 shared[];
 
 #define UNIT 4     // row blocks of a unit of work, one a warp
 #define STAGES 8   // units in shared memory, at most
+#define BRINGER WARPS  // the warp behind those that multiply: asking for weights takes as long as they come
+#define WIDE_THREADS (THREADS + 32)
 #define SHARES(c) (2 * (c))  // parts of a row that are summed apart
 
 #if __CUDA_ARCH__ >= 900
@@ -125,7 +127,7 @@ __device__ __forceinline__ void add_tiles(const u8* tiles, const u8* record, int
 template <int N, int T>
 __device__ __forceinline__ void multiply_part(const u8* tiles, const u8* records, u32 eighth, u32 k_tiles, int lane, float (&total)[T / 4][2]) {
     const u32 from = first_tile(eighth, k_tiles);
-#pragma unroll
+#pragma unroll 1
     for (int e = 0; e < N; e++) {
         float sum[T / 4][2] = {};
         const u32 until = first_tile(eighth + e + 1, k_tiles);
@@ -161,9 +163,7 @@ struct Output {
         return o.add && is && row < w.rows ? __ldcg(y + row) : 0.0f;
     }
     __device__ __forceinline__ void store(const Wide& o, const Matrix& w, u32 row, float sum, float old) const {
-        if (!is || row >= w.rows) return;
-        if (o.squares) sum = __fmul_rn(sum, scale);
-        y[row] = o.add ? old + sum : sum;
+        if (is && row < w.rows) y[row] = __fadd_rn(__fmul_rn(sum, scale), old);
     }
 };
 
@@ -196,6 +196,21 @@ template <int T, int C> struct Part {
         for (u32 r = 0; r < n && bytes > 0; r++)
             bulk_copy(weights + i % o.stages * stage + r * most * tile_bytes<Q4>(), w.tiles + ((u64)(block0 + r) * w.k_tiles + first) * tile_bytes<Q4>(),
                       bytes, &full[i % o.stages]);
+    }
+    // Asks for all weights, by a warp that takes part in the cluster's barriers: behind one, all are through with the unit before.
+    __device__ __forceinline__ void bring_weights(u8* weights, u64* full) const {
+        const bool asks = threadIdx.x % 32 == 0;
+        if (asks)
+            for (u32 i = 0; i < o.stages; i++) fetch(i, weights, full);
+#pragma unroll 1
+        for (u32 i = 0; i < all; i++) {
+            __syncwarp();
+            cluster_wait();
+            cluster_arrive<false>();
+            if (i > 0 && asks) fetch(i - 1 + o.stages, weights, full);
+        }
+        __syncwarp();
+        cluster_wait();
     }
     // Asks for the inputs, each warpgroup's part apart. Many come by all threads, beside the bulk copies of weights and not behind them.
     __device__ __forceinline__ void bring_inputs(u8* records, u64* inputs) const {
@@ -241,11 +256,14 @@ template <int T, int C> __device__ __forceinline__ void wide(const Matrix& w, co
             barrier_init(&sums[i], 1);
         }
         barrier_fence();
-        for (u32 i = 0; i < o.stages; i++) p.fetch(i, weights, full);
     }
     __syncthreads();
     launch_dependents();
     cluster_arrive<false>();
+    if (warp == BRINGER) {
+        p.bring_weights(weights, full);
+        return;
+    }
     wait_for_inputs();
     p.bring_inputs(records, inputs);
     // Which outputs this thread adds up: of this block's row block `own` rows g and g + 8, of two tokens.
@@ -284,7 +302,6 @@ template <int T, int C> __device__ __forceinline__ void wide(const Matrix& w, co
                                     p.eighth + group * p.EIGHTHS, w.k_tiles, lane, total);
         // At first: all blocks of the cluster run. Then: their warps are through with the unit before.
         cluster_wait();
-        if (i > 0 && tid == 0) p.fetch(i - 1 + o.stages, weights, full);
         const u32 bar = peer_address(shared_address(&sums[i & 1]), member % C);
         const u32 to = peer_address(shared_address(inbox + (i & 1) * INBOX + ((p.rank * 2 + group) * OWN + member / C) * PART), member % C) + lane * 16;
 #pragma unroll
@@ -292,8 +309,7 @@ template <int T, int C> __device__ __forceinline__ void wide(const Matrix& w, co
         if (i > 0) add_up(i - 1);
 #pragma unroll
         for (int j = 0; j < 4; j++) old[j] = there[j];
-        proxy_fence();  // the unit's weights are read
-        cluster_arrive<false>();
+        cluster_arrive<false>();  // the unit's weights are read: the sums that were sent are of all of them
     }
     add_up(p.all - 1);
     cluster_wait();  // no block ends while others send to it
@@ -302,7 +318,7 @@ template <int T, int C> __device__ __forceinline__ void wide(const Matrix& w, co
 
 // Two blocks for few tokens share a multiprocessor.
 #define WIDE(name, tokens, blocks)                                                                                                \
-    extern "C" __global__ void IN_CLUSTERS(blocks) __launch_bounds__(THREADS, tokens == 8 ? 2 : 1) name(Matrix w, Wide o) { wide<tokens, blocks>(w, o); }
+    extern "C" __global__ void IN_CLUSTERS(blocks) __launch_bounds__(WIDE_THREADS, tokens == 8 ? 2 : 1) name(Matrix w, Wide o) { wide<tokens, blocks>(w, o); }
 WIDE(wide_8_by_2, 8, 2)
 WIDE(wide_32_by_2, 32, 2)
 WIDE(wide_32_by_4, 32, 4)

@@ -52,6 +52,8 @@ pub struct Buffers {
     pub work: Buffer,
     /// See `work`.
     pub counts: Buffer,
+    /// Strips of gate/up that are in `middle`, by piece of work; zeros between layers.
+    pub done: Buffer,
     /// Between gate/up and down, per pair.
     pub middle: Buffer,
     /// Behind down, per pair.
@@ -88,6 +90,8 @@ impl Buffers {
         let splits = rows.max(SPLIT_ROWS as usize);
         let allocate = |bytes: usize| context.allocate(bytes, "activations");
         let floats = |n: usize| allocate(4 * n);
+        let done = floats(rows * slots)?;
+        context.fill(done.address(), 0, done.bytes())?;
         Ok(Self {
             step: allocate(layout.bytes())?,
             x: floats(rows * c.hidden_size)?,
@@ -110,6 +114,7 @@ impl Buffers {
             work: allocate(16 * (rows * slots).max(m.experts + 1))?,
             counts: floats(2)?,
             middle: floats(rows * slots * middle)?,
+            done,
             expanded: floats(rows * slots * c.hidden_size)?,
             wanted: floats(rows * c.hidden_size)?,
             logits: floats(rows * c.vocab_size)?,

@@ -9,7 +9,8 @@ use lily_model::weights::Weights;
 
 use crate::buffers::Buffers;
 use crate::driver::{Args, Context, DriverError, Shape, Traffic};
-use crate::forward::{Device, GroupSizes, flash_shared};
+use crate::forward::{Device, flash_shared};
+use crate::group::{self, Group};
 use crate::kernels::Kernels;
 use crate::state::{self, State};
 use crate::step::{Layout, Plan};
@@ -70,18 +71,12 @@ impl Device {
             let (head_dim, device) = (config.attention.head_dim, context.name.clone());
             return Err(LoadError::SharedMemory { head_dim, needed, device, available });
         }
-        let group_sizes = GroupSizes::new(&config);
         let kernels = if context.is_stand_in() {
             Kernels::names()
         } else {
             let mut shared = vec![("flash", needed)];
             shared.push(("token", context.shared_memory));
-            shared.extend(
-                group_sizes
-                    .shared()
-                    .into_iter()
-                    .filter(|(_, bytes)| *bytes + (40 << 10) <= context.shared_memory),
-            );
+            shared.extend(group::shared(&context, &config));
             shared.extend(cluster::shared(&context));
             shared.extend(wide::shared(&context));
             Kernels::load(&context, &config, options.cache.as_deref(), &shared)?
@@ -100,11 +95,11 @@ impl Device {
         let capacity = Capacity::new(&state_sizes.parts(), length, sequences, options.snapshot_bytes);
         let state = State::new(&context, state_sizes, length, capacity)?;
         let buffers = Buffers::new(&context, &config, &layout, length)?;
-        let grouped = options.fast_decode && group_sizes.fit(&context);
+        let group = if options.fast_decode { Group::new(&context, &kernels, &config)? } else { None };
         let clusters = if options.fast_decode { cluster::Clusters::new(&context, &kernels)? } else { None };
         let wide = if options.fast_decode { wide::Wide::new(&context, &kernels)? } else { None };
         let mut device = Self {
-            grouped,
+            group,
             clusters,
             wide,
             token: None,
@@ -210,7 +205,7 @@ mod tests {
             let (config, launches) = launches(batch);
             let count = |name| launches.iter().filter(|launch| launch.name == name).count();
             let layers = config.layers.len();
-            assert_eq!([expected, "gate_up_group_q4", not].map(count), [layers, layers, 0], "{batch}");
+            assert_eq!([expected, "experts_group_q4", not].map(count), [layers, layers, 0], "{batch}");
         }
     }
 

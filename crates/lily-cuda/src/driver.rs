@@ -263,6 +263,18 @@ impl Context {
         check("cuLaunchKernelEx", result)
     }
 
+    /// Blocks of a kernel that run on a multiprocessor at a time.
+    pub fn most_blocks(&self, function: Function, shape: Shape) -> Result<u32, DriverError> {
+        let Some(_) = self.handles else { return Ok(2048 / shape.threads) };
+        let (mut n, shared) = (0, shape.shared as usize);
+        // SAFETY: the out-pointer and the function are valid.
+        let result = unsafe {
+            sys::cuOccupancyMaxActiveBlocksPerMultiprocessor(&mut n, function.0, shape.threads as i32, shared)
+        };
+        check("cuOccupancyMaxActiveBlocksPerMultiprocessor", result)?;
+        Ok(n as u32)
+    }
+
     /// Clusters of `size` blocks of a kernel that run on the device at a time.
     pub fn most_clusters(&self, function: Function, shape: Shape, size: u32) -> Result<u32, DriverError> {
         // A stand-in knows its multiprocessors, not how they are grouped.

@@ -8,6 +8,7 @@ use lily_model::pool::PAGE;
 use crate::buffers::Buffers;
 use crate::cluster::Clusters;
 use crate::driver::{Args, Buffer, Context, DriverError, Shape};
+use crate::group::{self, Group};
 use crate::kernels::Kernels;
 use crate::pack::{Packing, TILE_COLS, TILE_ROWS};
 use crate::state::State;
@@ -23,10 +24,8 @@ const SPLITS: u32 = 64;
 pub const SPLIT_ROWS: u32 = 2048;
 /// Blocks of flash attention in a step of several rows, about.
 const FLASH_BLOCKS: u32 = 512;
-/// Pairs in a piece of an expert's work, as `GROUP` of `kernels/state.cu`; by bulk copies, as many as one product takes.
+/// Pairs in a piece of an expert's work, as `GROUP` of `kernels/state.cu`.
 const GROUP: u32 = 16;
-/// See [`GROUP`].
-const GROUP_BY_COPIES: u32 = 4;
 /// Warps of a block of `combine` and of `add_experts`, as there.
 const COMBINE_WARPS: u32 = 2;
 /// See [`COMBINE_WARPS`].
@@ -50,8 +49,8 @@ pub struct Device {
     pub state: State,
     /// Of [`Buffers::step`].
     pub layout: Layout,
-    /// Experts' weights come by bulk copies: compute capability 9.0, and enough shared memory.
-    pub grouped: bool,
+    /// Experts of several tokens by bulk copies and in one kernel, where it can be used.
+    pub group: Option<Group>,
     /// The kernel for a single decoded token, where it can be used.
     pub token: Option<crate::token::Token>,
     /// Products from 8-bit weights, and the router, by clusters of eight blocks, where the device has clusters.
@@ -353,25 +352,27 @@ impl Device {
         next: Option<(&DeviceMatrix, &Buffer)>,
     ) -> Result<(), DriverError> {
         let (b, hidden, x) = (&self.buffers, self.hidden(), &self.buffers.x);
-        let grouped = self.grouped && w.gate_up.packing == Packing::Q4 && w.down.packing == Packing::Q4;
-        // Rows of which the group kernels list the experts themselves, as there.
-        let listed = 32.min(GROUP_THREADS / self.config.moe.experts_per_token as u32);
-        if grouped && rows <= listed && self.choose(&w.router, gain, rows)? {
-            self.experts_by_copies(w, rows, true)?;
-        } else {
-            self.route(&w.router, gain, rows, if grouped { GROUP_BY_COPIES } else { GROUP })?;
-            if w.gate_up.packing.takes_digits() != w.router.packing.takes_digits() {
-                self.prepare(x, Input::Norm(gain), rows, hidden, w.gate_up.packing)?;
+        let q4 = w.gate_up.packing == Packing::Q4 && w.down.packing == Packing::Q4;
+        match self.group.filter(|_| q4) {
+            Some(group) if rows <= group::listed(&self.config) && self.choose(&w.router, gain, rows)? => {
+                self.experts_by_copies(group, w, rows, true)?;
             }
-            match grouped {
-                true => self.experts_by_copies(w, rows, false)?,
-                false => self.experts(w, rows)?,
+            group => {
+                self.route(&w.router, gain, rows, group.map_or(GROUP, |_| group::PAIRS))?;
+                if w.gate_up.packing.takes_digits() != w.router.packing.takes_digits() {
+                    self.prepare(x, Input::Norm(gain), rows, hidden, w.gate_up.packing)?;
+                }
+                match group {
+                    Some(group) => self.experts_by_copies(group, w, rows, false)?,
+                    None => self.experts(w, rows)?,
+                }
             }
         }
         let mut args = Args::new();
         args.u64(b.weights.address()).u64(b.expanded.address()).u64(x.address());
         args.u64(next.map_or(0, |(_, gain)| gain.address()));
         args.words(&next.map_or([0; 2], |(w, _)| self.columns_of(w, rows))).u64(b.eighths.address());
+        args.u64(b.done.address());
         let shape =
             Shape { grid: [8 / ADD_WARPS, rows, 1], threads: 32 * ADD_WARPS, shared: 0, overlap: true };
         self.launch_with("add_experts", shape, &mut args)
@@ -390,7 +391,7 @@ impl Device {
         self.launch_with("route", shape, &mut args)
     }
 
-    /// What every kernel of experts takes first, in a step of `rows` rows.
+    /// What a general kernel of experts takes first, in a step of `rows` rows.
     fn work(&self, stack: &Stack, rows: u32) -> Args {
         let mut args = Args::new();
         args.u64(stack.experts.address()).u64(stack.shared.address());
@@ -420,27 +421,6 @@ impl Device {
         args.u64(b.fragments.address()).u64(b.units.address()).u64(b.expanded.address());
         let blocks = self.hidden().div_ceil(TILE_ROWS as u32);
         self.launch(expert_name("down", w.down.packing), [blocks, most, 1], &mut args)
-    }
-
-    /// The same, with weights by bulk copies; of lists that `route` made, or of what `router_q8` has `chosen`.
-    fn experts_by_copies(&self, w: &DeviceMoe, rows: u32, chosen: bool) -> Result<(), DriverError> {
-        let (b, sizes) = (&self.buffers, GroupSizes::new(&self.config));
-        let shape = |shared| Shape {
-            grid: [GROUP_BLOCKS * self.context.multiprocessors, 1, 1],
-            threads: GROUP_THREADS,
-            shared,
-            overlap: true,
-        };
-        // `Routed` of the kernels.
-        let chosen = if chosen { b.chosen.address() } else { 0 };
-        let step = [b.work.address(), b.counts.address(), b.pairs.address(), chosen, u64::from(rows)];
-        let mut args = self.work(&w.gate_up, rows);
-        args.words(&step).u64(b.fragments.address()).u64(b.units.address());
-        args.u64(b.scale.address()).u64(b.middle.address());
-        self.launch_with("gate_up_group_q4", shape(sizes.gate_up), &mut args)?;
-        let mut args = self.work(&w.down, rows);
-        args.words(&step).u64(b.middle.address()).u64(b.expanded.address());
-        self.launch_with("down_group_q4", shape(sizes.down), &mut args)
     }
 
     /// Logits of the rows that want them.
@@ -494,41 +474,6 @@ impl Device {
         let blocks = (positions * a.rotary_dim / 2).div_ceil(THREADS as usize) as u32;
         self.launch("rotary_table", [blocks, 1, 1], &mut args)?;
         self.context.synchronize()
-    }
-}
-
-/// Threads of the group kernels.
-const GROUP_THREADS: u32 = THREADS + 64;
-/// Blocks of the group kernels on a multiprocessor.
-const GROUP_BLOCKS: u32 = 2;
-/// Strips of weights that a block of the group kernels has in shared memory, as in `kernels/group.cu`.
-const RING: u32 = 3;
-/// Row blocks of a strip of `down_group_q4`, as there.
-const DOWN_GROUP: u32 = 4;
-
-/// Dynamic shared memory of the group kernels.
-#[derive(Clone, Copy, Debug)]
-pub struct GroupSizes {
-    gate_up: u32,
-    down: u32,
-}
-
-impl GroupSizes {
-    /// For a model.
-    pub fn new(c: &Config) -> Self {
-        let widest = c.moe.expert_width.max(c.moe.shared_width);
-        let strip = |width: usize| (width / TILE_COLS * Packing::Q4.tile_bytes()) as u32;
-        Self { gate_up: RING * strip(c.hidden_size), down: RING * DOWN_GROUP * strip(widest) }
-    }
-
-    /// By kernel.
-    pub fn shared(&self) -> [(&'static str, u32); 2] {
-        [("gate_up_group_q4", self.gate_up), ("down_group_q4", self.down)]
-    }
-
-    /// Whether a device can hold them; what the kernels declare themselves comes on top.
-    pub fn fit(&self, context: &Context) -> bool {
-        context.capability >= 90 && self.gate_up.max(self.down) + (40 << 10) <= context.shared_memory
     }
 }
 

@@ -125,7 +125,7 @@ pub const SOURCES: [Source; 11] = [
     Source {
         name: "group.cu",
         text: include_str!("../kernels/group.cu"),
-        kernels: &["gate_up_group_q4", "down_group_q4"],
+        kernels: &["experts_group_q4"],
         fits: ALL,
     },
     Source {

@@ -2,8 +2,8 @@
 //! is loaded at run time, so the same program starts on machines without one.
 //!
 //! The rooms are those of every backend: `embed`, `gdn`, `attention`, `moe`, `head` are kernel files, `forward` has their
-//! order, `wide` and `cluster` its products on Hopper (4-bit weights; 8-bit ones and the router), `token` the short way for one token,
-//! `state` the memory of sequences, `driver` the device.
+//! order, `wide` and `cluster` its products on Hopper (4-bit weights; 8-bit ones and the router), `group` its experts there, `token` the
+//! short way for one token, `state` the memory of sequences, `driver` the device.
 
 mod args;
 mod backend;
@@ -14,6 +14,7 @@ pub mod device;
 pub mod driver;
 mod export;
 pub mod forward;
+pub mod group;
 pub mod kernels;
 pub mod pack;
 pub mod profile;

@@ -7,7 +7,7 @@ use crate::pack::{Packing, TILE_ROWS};
 use crate::weights::DeviceMatrix;
 
 /// Threads of a block, as there.
-const THREADS: u32 = 256;
+const THREADS: u32 = 288;
 /// Row blocks of a unit of work, as there.
 const UNIT: u32 = 4;
 /// Units in shared memory at most, as there.

@@ -107,8 +107,7 @@ struct Block {
         return s.slots[ring.slot];
     }
     __device__ __forceinline__ void release() {
-        __syncwarp();
-        if (lane == 0) barrier_arrive(&s.empty[ring.slot]);
+        barrier_arrive(&s.empty[ring.slot]);  // by all lanes: racecheck does not follow one for its warp
         ring.next();
     }
 

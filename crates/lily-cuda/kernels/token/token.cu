@@ -188,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(TOKEN_THREADS, 1) token(const __gri
 #pragma unroll 1
         for (u32 i = 0; i < RING; i++) {
             barrier_init(&s.full[i], 1);
-            barrier_init(&s.empty[i], WARPS);
+            barrier_init(&s.empty[i], THREADS);
         }
         barrier_fence();
     }
