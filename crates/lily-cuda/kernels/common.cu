@@ -14,11 +14,6 @@
 // eight sums are added as a tree (`sum_of`): the result of a token does not depend on what stands beside it, nor on which kernel
 // computes it.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
 #define WARPS 8
 #define THREADS 256
 #define TILE_ROWS 16
@@ -42,29 +37,9 @@ struct Matrix {
     u32 k_tiles;
 };
 
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 __device__ __forceinline__ float bits_to_float(u32 x) { return __uint_as_float(x); }
 __device__ __forceinline__ float bf16_low(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float bf16_high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
-
-// (low half, high half) as bf16, rounded to nearest even.
-__device__ __forceinline__ u32 pack_bf16(float low, float high) {
-    u32 out;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
-    return out;
-}
-
-// Programmatic dependent launch; before compute capability 9.0 kernels simply follow one another.
-__device__ __forceinline__ void launch_dependents() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void wait_for_inputs() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
 __device__ __forceinline__ float silu(float x) { return x / (1.0f + __expf(-x)); }
@@ -78,19 +53,6 @@ __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
     for (int o = 16; o; o >>= 1) x += __shfl_xor_sync(FULL, x, o);
     return x;
-}
-
-__device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-// Unsigned by signed bytes.
-__device__ __forceinline__ void mma(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-                 : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 // Of a word of eight 4-bit codes: codes 0 2 4 6 as bytes, and 1 3 5 7.
@@ -254,18 +216,6 @@ __device__ __forceinline__ void halves(const float (&v)[8], uint4& hi, uint4& lo
     lo = make_uint4(l[0], l[1], l[2], l[3]);
 }
 
-// The larger of two magnitudes; NaN if one is.
-__device__ __forceinline__ float max_magnitude(float a, float b) {
-    float out;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(fabsf(a)), "f"(fabsf(b)));
-    return out;
-}
-__device__ __forceinline__ float reciprocal(float x) {
-    float out;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
-    return out;
-}
-
 // Integers of 16 bits for the inputs of a tile, the largest of which is `most`: x = unit * integer.
 struct Scale {
     float unit, inverse;
@@ -305,10 +255,6 @@ __device__ __forceinline__ void load8(const float* p, float (&v)[8]) {
     v[4] = b.x; v[5] = b.y; v[6] = b.z; v[7] = b.w;
 }
 
-// Sixteen bytes into shared memory, in the background; zeros if they are not `real`.
-__device__ __forceinline__ void copy16(void* to, const void* from, bool real) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(real ? 16 : 0) : "memory");
-}
 __device__ __forceinline__ void store8(float* p, const float (&v)[8]) {
     *(float4*)p = make_float4(v[0], v[1], v[2], v[3]);
     *((float4*)p + 1) = make_float4(v[4], v[5], v[6], v[7]);
@@ -568,7 +514,6 @@ __device__ __forceinline__ void top_k_of_keys(const u32 (&keys)[LANE_KEYS], int 
     }
     __syncwarp();
 }
-
 
 // Weights of the chosen experts: softmax over all, renormalised over the chosen, is softmax over the chosen.
 __device__ __forceinline__ float top_k_weight(float value, int lane) {

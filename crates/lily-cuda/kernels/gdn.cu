@@ -230,7 +230,7 @@ __device__ __forceinline__ void delta(const Segment* segments, const float* proj
         float v[C], o[C], step[C];
         sum_of_parts<C>(columns[buffer][0], lane, sk);
         read_some<C>(&values[buffer][lane * C], v);
-        asm volatile("" ::: "memory");  // registers do not suffice for both sums' parts at a time
+        compiler_fence();  // registers do not suffice for both sums' parts at a time
         sum_of_parts<C>(columns[buffer][1], lane, sq);
 #pragma unroll
         for (int c = 0; c < C; c++) {

@@ -30,12 +30,8 @@ struct Ring {
 };
 
 // The hardware's barrier of a slot of parts: the multiplying warps arrive and go on, the adding one waits for all of them.
-__device__ __forceinline__ void parts_arrive(u32 slot) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(1 + slot), "n"(THREADS + 32) : "memory");
-}
-__device__ __forceinline__ void parts_wait(u32 slot) {
-    asm volatile("bar.sync %0, %1;" ::"r"(1 + slot), "n"(THREADS + 32) : "memory");
-}
+__device__ __forceinline__ void parts_arrive(u32 slot) { named_arrive<THREADS + 32>(1 + slot); }
+__device__ __forceinline__ void parts_wait(u32 slot) { named_sync<THREADS + 32>(1 + slot); }
 
 // The pieces of work and the pairs that they are of, in order of experts: as `route` lists them, or in shared memory.
 struct Lists {
@@ -43,16 +39,10 @@ struct Lists {
     const u32* pairs;
     u32 pieces, routed;  // in all; of routed experts
     __device__ __forceinline__ Work at(u32 piece) const {
-        Work w;
-        asm volatile("ld.relaxed.gpu.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(w.expert), "=r"(w.first), "=r"(w.count), "=r"(w.unused) : "l"(work + piece) : "memory");
-        return w;
+        const uint4 w = load_relaxed((const uint4*)work + piece);
+        return Work{w.x, w.y, w.z, w.w};
     }
-    __device__ __forceinline__ u32 pair(u32 i) const {
-        u32 pair;
-        asm volatile("ld.relaxed.gpu.u32 %0, [%1];" : "=r"(pair) : "l"(pairs + i) : "memory");
-        return pair;
-    }
+    __device__ __forceinline__ u32 pair(u32 i) const { return load_relaxed(pairs + i); }
 };
 
 // Steps of up to LISTED_ROWS rows come without lists: each block makes them for itself, of what `router_q8` has chosen. A row is a
@@ -246,9 +236,7 @@ __device__ __forceinline__ u32 draw(const Order& order) {
 
 // Waits until all of a piece's `middle` is in memory, for bulk copies behind it.
 __device__ __forceinline__ void await_middle(const u32* done, u32 strips) {
-    u32 there;
-    do asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(there) : "l"(done) : "memory");
-    while (there < strips);
+    while (load_acquire(done) < strips) {}
     whole_proxy_fence();
 }
 
@@ -491,7 +479,7 @@ __device__ __forceinline__ void add_gate_up(Ring& ring, Chunk* chunks, Parts* pa
             if (has && block * 8 + r < width) to[block * 8 + r] = swiglu(gate, up, scale);
         }
         __syncwarp();
-        if (lane == 0) asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(o.done + piece), "r"(strips) : "memory");
+        if (lane == 0) add_release(o.done + piece, strips);
     }
 }
 

@@ -114,3 +114,56 @@ __device__ __forceinline__ void send_peer(u32 address, const float4& x, u32 bar)
                  ::"r"(address), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(bar) : "memory");
 #endif
 }
+
+// --- products of warpgroups ---
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define HAS_WARPGROUPS 1
+#else
+#define HAS_WARPGROUPS 0
+#endif
+
+#if HAS_WARPGROUPS
+// A matrix in shared memory as `record_bytes` says, from block row `c` on, for products of two block rows.
+template <int T> __device__ __forceinline__ u64 descriptor(const u8* record, u32 c) {
+    const u32 at = shared_address(record) + c * (T * 32);
+    return (u64)(at >> 4 & 0x3fff) | (u64)(T * 32 >> 4) << 16 | (u64)(128 >> 4) << 32;
+}
+// Starts a warpgroup's products of a tile a warp, whose codes are `a`, with a record; c is what they are when they have ended.
+__device__ __forceinline__ void start_products(int (&c)[8], const u32 (&a)[8], u64 first, u64 second) {
+    asm volatile("{.reg .pred p;\n"
+                 "setp.ne.u32 p, 0, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n16k32.s32.u8.s8 {%0,%1,%2,%3,"
+                 "%4,%5,%6,%7}, {%8,%9,%10,%11}, %16, p;\n"
+                 "setp.eq.u32 p, 0, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n16k32.s32.u8.s8 {%0,%1,%2,%3,"
+                 "%4,%5,%6,%7}, {%12,%13,%14,%15}, %17, p;}"
+                 : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3]), "=r"(c[4]), "=r"(c[5]), "=r"(c[6]), "=r"(c[7])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[4]), "r"(a[5]), "r"(a[6]), "r"(a[7]), "l"(first), "l"(second)
+                 : "memory");
+}
+__device__ __forceinline__ void start_products(int (&c)[32], const u32 (&a)[8], u64 first, u64 second) {
+    asm volatile("{.reg .pred p;\n"
+                 "setp.ne.u32 p, 0, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k32.s32.u8.s8 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+                 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %40, p;\n"
+                 "setp.eq.u32 p, 0, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k32.s32.u8.s8 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+                 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%36,%37,%38,%39}, %41, p;}"
+                 : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3]), "=r"(c[4]), "=r"(c[5]), "=r"(c[6]), "=r"(c[7]), "=r"(c[8]),
+                   "=r"(c[9]), "=r"(c[10]), "=r"(c[11]), "=r"(c[12]), "=r"(c[13]), "=r"(c[14]), "=r"(c[15]), "=r"(c[16]),
+                   "=r"(c[17]), "=r"(c[18]), "=r"(c[19]), "=r"(c[20]), "=r"(c[21]), "=r"(c[22]), "=r"(c[23]), "=r"(c[24]),
+                   "=r"(c[25]), "=r"(c[26]), "=r"(c[27]), "=r"(c[28]), "=r"(c[29]), "=r"(c[30]), "=r"(c[31])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[4]), "r"(a[5]), "r"(a[6]), "r"(a[7]), "l"(first), "l"(second)
+                 : "memory");
+}
+// Registers are written before products that read them, and products that were started before are one group.
+__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Waits until only AFTER groups are still on their way; c is one of those that have ended.
+template <int AFTER, int T> __device__ __forceinline__ void await_products(int (&c)[T]) {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(AFTER) : "memory");
+#pragma unroll
+    for (int i = 0; i < T; i++) asm volatile("" : "+r"(c[i])::"memory");  // not read before
+}
+#endif

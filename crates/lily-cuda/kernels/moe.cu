@@ -181,7 +181,7 @@ add_experts(const float* weights, const float* expanded, float* x, const float* 
         if (p.active) load8(x + (u64)row * HIDDEN + p.col, v);
         if (to.records) load_factors<NORMED>(gain, p, gains);
         const float weight = lane < SLOTS ? __ldcg(weights + row * SLOTS + lane) : 0;
-        asm volatile("cp.async.wait_all;" ::: "memory");
+        await_copies();
 #pragma unroll
         for (int s = 0; s < SLOTS; s++) {
             const float w = __shfl_sync(FULL, weight, s);

@@ -15,11 +15,6 @@ extern __shared__ __align__(128) u8 shared[];
 #else
 #define IN_CLUSTERS(c)
 #endif
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#define HAS_WARPGROUPS 1
-#else
-#define HAS_WARPGROUPS 0
-#endif
 
 // What a product is, beside its weights.
 struct Wide {
@@ -31,50 +26,14 @@ struct Wide {
     u32 stages;            // units in shared memory
 };
 
-#if HAS_WARPGROUPS
-// A matrix in shared memory as `record_bytes` says, from block row `c` on, for products of two block rows.
-template <int T> __device__ __forceinline__ u64 descriptor(const u8* record, u32 c) {
-    const u32 at = shared_address(record) + c * (T * 32);
-    return (u64)(at >> 4 & 0x3fff) | (u64)(T * 32 >> 4) << 16 | (u64)(128 >> 4) << 32;
-}
-// Starts a warpgroup's products of a tile a warp, whose codes are `a`, with a record; c is what they are when they have ended.
-__device__ __forceinline__ void start_products(int (&c)[8], const u32 (&a)[8], u64 first, u64 second) {
-    asm volatile("{.reg .pred p;\n"
-                 "setp.ne.u32 p, 0, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n16k32.s32.u8.s8 {%0,%1,%2,%3,"
-                 "%4,%5,%6,%7}, {%8,%9,%10,%11}, %16, p;\n"
-                 "setp.eq.u32 p, 0, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n16k32.s32.u8.s8 {%0,%1,%2,%3,"
-                 "%4,%5,%6,%7}, {%12,%13,%14,%15}, %17, p;}"
-                 : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3]), "=r"(c[4]), "=r"(c[5]), "=r"(c[6]), "=r"(c[7])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[4]), "r"(a[5]), "r"(a[6]), "r"(a[7]), "l"(first), "l"(second)
-                 : "memory");
-}
-__device__ __forceinline__ void start_products(int (&c)[32], const u32 (&a)[8], u64 first, u64 second) {
-    asm volatile("{.reg .pred p;\n"
-                 "setp.ne.u32 p, 0, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k32.s32.u8.s8 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-                 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %40, p;\n"
-                 "setp.eq.u32 p, 0, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k32.s32.u8.s8 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-                 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%36,%37,%38,%39}, %41, p;}"
-                 : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3]), "=r"(c[4]), "=r"(c[5]), "=r"(c[6]), "=r"(c[7]), "=r"(c[8]),
-                   "=r"(c[9]), "=r"(c[10]), "=r"(c[11]), "=r"(c[12]), "=r"(c[13]), "=r"(c[14]), "=r"(c[15]), "=r"(c[16]),
-                   "=r"(c[17]), "=r"(c[18]), "=r"(c[19]), "=r"(c[20]), "=r"(c[21]), "=r"(c[22]), "=r"(c[23]), "=r"(c[24]),
-                   "=r"(c[25]), "=r"(c[26]), "=r"(c[27]), "=r"(c[28]), "=r"(c[29]), "=r"(c[30]), "=r"(c[31])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[4]), "r"(a[5]), "r"(a[6]), "r"(a[7]), "l"(first), "l"(second)
-                 : "memory");
-}
-#endif
-
 // Products of a warp's tile with the digits of a record: c is what they are once they have ended. All warps of a warpgroup call it.
 template <int T> __device__ __forceinline__ void start_tile(const Tile<Q4>& w, const u8* record, int lane, int (&c)[T]) {
     const uint4 q = w.codes;
 #if HAS_WARPGROUPS
     const u32 a[8] = {even_codes(q.x), even_codes(q.z), odd_codes(q.x), odd_codes(q.z), even_codes(q.y), even_codes(q.w), odd_codes(q.y), odd_codes(q.w)};
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    begin_products();
     start_products(c, a, descriptor<T>(record, 0), descriptor<T>(record, 2));
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    commit_products();
 #else
     const u32* b = (const u32*)record + lane;
 #pragma unroll
@@ -90,9 +49,7 @@ template <int T> __device__ __forceinline__ void start_tile(const Tile<Q4>& w, c
 // Waits until only AFTER of the tiles started behind this one are still on their way.
 template <int AFTER, int T> __device__ __forceinline__ void end_tile(int (&c)[T]) {
 #if HAS_WARPGROUPS
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(AFTER) : "memory");
-#pragma unroll
-    for (int i = 0; i < T; i++) asm volatile("" : "+r"(c[i])::"memory");  // not read before
+    await_products<AFTER>(c);
 #endif
 }
 
@@ -229,9 +186,9 @@ template <int T, int C> struct Part {
     }
     __device__ __forceinline__ void await_inputs(u32 group, u64* inputs) const {
         if constexpr (T > 8) {
-            asm volatile("cp.async.wait_all;" ::: "memory");
+            await_copies();
             proxy_fence();  // the tensor cores read them as bulk copies write
-            asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
+            named_sync<128>(1 + group);
         } else {
             barrier_wait(&inputs[group], 0);
         }

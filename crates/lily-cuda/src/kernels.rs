@@ -26,7 +26,8 @@ pub struct Source {
 const ALL: fn(&Config, u32) -> bool = |_, _| true;
 
 /// What every file starts with.
-pub const COMMON: [&str; 3] = [
+pub const COMMON: [&str; 4] = [
+    include_str!("../kernels/ptx.cu"),
     include_str!("../kernels/common.cu"),
     include_str!("../kernels/hopper.cu"),
     include_str!("../kernels/state.cu"),
@@ -162,7 +163,7 @@ pub const LOCAL_MEMORY: [(&str, u32); 1] = [("rotary_table", 128)];
 impl Source {
     /// The whole text of the file.
     pub fn full_text(&self) -> String {
-        [COMMON[0], COMMON[1], COMMON[2], self.text].concat()
+        COMMON.concat() + self.text
     }
 }
 
