@@ -11,7 +11,7 @@ use crate::weights::DeviceMoe;
 /// The kernel.
 const KERNEL: &str = "experts_group_q4";
 /// Threads of a block, as there.
-const GROUP_THREADS: u32 = THREADS + 96;
+pub const GROUP_THREADS: u32 = THREADS + 96;
 /// Blocks on a multiprocessor, at most.
 const BLOCKS: u32 = 2;
 /// Pairs of a piece of work, as `BY_COPIES` there: as many as one product takes.
@@ -39,8 +39,8 @@ pub fn listed(c: &Config) -> u32 {
     32.min(GROUP_THREADS / c.moe.experts_per_token as u32)
 }
 
-/// Dynamic shared memory: strips, and the inputs of a chunk of gate/up or of two of down.
-fn bytes(c: &Config) -> u32 {
+/// Dynamic shared memory of a block, in bytes: strips, and the inputs of a chunk of gate/up or of two of down.
+pub fn bytes(c: &Config) -> u32 {
     let middle = c.moe.expert_width.max(c.moe.shared_width);
     let (tiles, middle_tiles) = (c.hidden_size.div_ceil(TILE_COLS), middle.div_ceil(TILE_COLS));
     let strip = tiles.max(DOWN_GROUP * middle_tiles) * Packing::Q4.tile_bytes();

@@ -7,7 +7,7 @@ use crate::pack::{Packing, TILE_ROWS};
 use crate::weights::DeviceMatrix;
 
 /// Threads of a block, as there.
-const THREADS: u32 = 288;
+pub const THREADS: u32 = 288;
 /// Row blocks of a unit of work, as there.
 const UNIT: u32 = 4;
 /// Units in shared memory at most, as there.
@@ -65,6 +65,15 @@ fn tokens_of_group(rows: u32) -> u32 {
     if rows <= 8 { 8 } else { 32 }
 }
 
+/// Bytes of dynamic shared memory of a block, for `tokens` tokens by clusters of `blocks`: what it takes in any case, and for each unit
+/// that it has at a time.
+pub fn shared_memory(tokens: u32, blocks: u32, k_tiles: u32) -> (u32, u32) {
+    let part = k_tiles.div_ceil(blocks);
+    // The inputs of a block, and two units' sums: of each row block that it adds up, as many as rows have parts.
+    let sums = 2 * (2 * blocks) * (UNIT / blocks) * tokens * TILE_ROWS as u32 * 4;
+    (part * record_bytes(tokens) + sums, part * UNIT * Packing::Q4.tile_bytes() as u32)
+}
+
 /// Dynamic shared memory by kernel, at most; none where there are no clusters.
 pub fn shared(context: &Context) -> Vec<(&'static str, u32)> {
     if context.capability < CAPABILITY {
@@ -101,11 +110,8 @@ impl Wide {
         let (units, tokens) = (blocks.div_ceil(UNIT), tokens_of_group(rows));
         let cut = |(kernel, most): (Kernel, u32)| {
             let clusters = units.min(most);
-            let (own, part) = (units.div_ceil(clusters), k_tiles.div_ceil(kernel.blocks));
-            // The inputs of a block, and two units' sums: of each row block that it adds up, as many as rows have parts.
-            let sums = 2 * (2 * kernel.blocks) * (UNIT / kernel.blocks) * tokens * TILE_ROWS as u32 * 4;
-            let fixed = part * record_bytes(tokens) + sums;
-            let stage = part * UNIT * Packing::Q4.tile_bytes() as u32;
+            let own = units.div_ceil(clusters);
+            let (fixed, stage) = shared_memory(tokens, kernel.blocks, k_tiles);
             let stages = own.min(STAGES).min(kernel.room(self.shared).checked_sub(fixed)? / stage);
             // A unit is brought while the one before it is multiplied.
             (stages >= own.min(2)).then_some(Cut { kernel, clusters, stages, shared: fixed + stages * stage })

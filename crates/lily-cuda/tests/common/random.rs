@@ -46,7 +46,7 @@ impl Numbers {
         Floats { dtype, data: Bytes::new(data.collect::<Vec<u8>>()) }
     }
 
-    fn affine(&mut self, rows: usize, cols: usize, affine: Affine, gain: f32) -> Matrix {
+    pub fn affine(&mut self, rows: usize, cols: usize, affine: Affine, gain: f32) -> Matrix {
         let scale = gain / (cols as f32).sqrt();
         let codes: Vec<u8> = (0..rows * cols * affine.bits / 8).map(|_| self.next() as u8).collect();
         let groups = rows * cols / affine.group_size;

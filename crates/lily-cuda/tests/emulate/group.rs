@@ -1,0 +1,245 @@
+//! The experts' kernel of kernels/group.cu, with what `prepare_norm` and `route` leave before it.
+
+use lily_cuda::group::{self, PAIRS};
+use lily_cuda::pack::{Packing, RowSource, TILE_COLS, TILE_ROWS, pack};
+use lily_model::config::{Affine, Config};
+use lily_model::matrix::Matrix;
+
+use crate::common::random::{self, Numbers};
+use crate::machine::{Emulator, Memory, Shape};
+use crate::wide::{THREADS, bound, dot};
+
+pub struct Emulators {
+    pub config: Config,
+    group: Emulator,
+    matmul: Emulator,
+    moe: Emulator,
+}
+
+/// What the kernel is tried on: few experts, odd numbers of tiles.
+pub fn config(hidden: usize, experts: usize, chosen: usize, widths: [usize; 2]) -> Config {
+    let mut config = random::config(&[]);
+    config.hidden_size = hidden;
+    config.moe.experts = experts;
+    config.moe.experts_per_token = chosen;
+    [config.moe.expert_width, config.moe.shared_width] = widths;
+    config
+}
+
+impl Emulators {
+    pub fn new(config: Config, edit: impl Fn(&str) -> String) -> Self {
+        let other = |file| Emulator::compile(file, &config, str::to_owned);
+        let (matmul, moe) = (other("matmul.cu"), other("moe.cu"));
+        Self { group: Emulator::compile("group.cu", &config, edit), matmul, moe, config }
+    }
+}
+
+/// An expert's matrices.
+struct Expert {
+    gate: Matrix,
+    up: Matrix,
+    down: Matrix,
+}
+
+impl Expert {
+    fn new(numbers: &mut Numbers, hidden: usize, width: usize) -> Self {
+        let mut matrix = |rows, cols| numbers.affine(rows, cols, Affine { bits: 4, group_size: 64 }, 2.0);
+        Self { gate: matrix(width, hidden), up: matrix(width, hidden), down: matrix(hidden, width) }
+    }
+
+    /// Eight rows of gate, then the same of up, and so on.
+    fn gate_up(&self) -> Vec<u8> {
+        let eight = |first: usize| {
+            [&self.gate, &self.up]
+                .into_iter()
+                .flat_map(move |m| (first..first + 8).map(move |row| Some((m, row))))
+        };
+        let rows: Vec<RowSource<'_>> = (0..self.gate.rows).step_by(8).flat_map(eight).collect();
+        pack(&rows, self.gate.cols, Packing::Q4)
+    }
+
+    fn down(&self) -> Vec<u8> {
+        let rows: Vec<RowSource<'_>> = (0..self.down.rows).map(|row| Some((&self.down, row))).collect();
+        pack(&rows, self.down.cols, Packing::Q4)
+    }
+}
+
+/// A layer's experts, the shared one last.
+pub struct Layer {
+    experts: Vec<Expert>,
+    /// Gate and up, down: of the experts, of the shared one.
+    packed: [Memory; 4],
+}
+
+impl Layer {
+    pub fn new(e: &Emulators, seed: u64) -> Self {
+        let (c, mut numbers) = (&e.config, Numbers(seed));
+        let width = |i: usize| if i == c.moe.experts { c.moe.shared_width } else { c.moe.expert_width };
+        let experts: Vec<Expert> =
+            (0..=c.moe.experts).map(|i| Expert::new(&mut numbers, c.hidden_size, width(i))).collect();
+        let (routed, shared) = experts.split_at(c.moe.experts);
+        let all = |experts: &[Expert], part: fn(&Expert) -> Vec<u8>| {
+            e.group.memory(&experts.iter().flat_map(part).collect::<Vec<u8>>())
+        };
+        let packed = [
+            all(routed, Expert::gate_up),
+            all(shared, Expert::gate_up),
+            all(routed, Expert::down),
+            all(shared, Expert::down),
+        ];
+        Self { experts, packed }
+    }
+}
+
+/// Who chooses the experts.
+#[derive(Clone, Copy, Debug)]
+pub enum Choice {
+    /// Each token others.
+    Random,
+    /// All tokens the same.
+    Same,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub struct Case {
+    pub tokens: usize,
+    pub choice: Choice,
+    /// The kernel gets lists of `route`; else it makes them.
+    pub routed: bool,
+    pub blocks: u32,
+}
+
+/// A step's launches. Whether what they leave is right.
+pub fn run(e: &Emulators, layer: &Layer, case: Case, seed: u64) -> Result<(), String> {
+    let (c, mut numbers) = (&e.config, Numbers(seed));
+    let (hidden, slots, tokens) = (c.hidden_size, c.moe.experts_per_token + 1, case.tokens);
+    let (tiles, pairs) = (hidden.div_ceil(TILE_COLS), tokens * slots);
+    let widest = c.moe.expert_width.max(c.moe.shared_width);
+    let x = numbers.reals(tokens * hidden, 0.0, 1.0);
+    let gain = numbers.reals(hidden, 1.0, 0.5);
+    let memory = |bytes| e.group.unwritten(bytes);
+    let (fragments, units, scale) =
+        (memory(tokens * tiles * 128), memory(tokens * tiles * 8), memory(tokens * 4));
+    let (inputs, gains) = (e.matmul.floats(&x), e.matmul.floats(&gain));
+    let alone = Shape { grid: [tokens as u32, 1], threads: THREADS, cluster: 1, together: 1, shared: 0 };
+    let arguments = [
+        inputs.address(),
+        hidden as u64,
+        hidden as u64,
+        gains.address(),
+        tiles as u64,
+        1,
+        fragments.address(),
+        units.address(),
+        scale.address(),
+    ];
+    e.matmul.launch("prepare_norm", alone, &arguments, seed)?;
+
+    // One for each expert and the shared one's gate.
+    let row = numbers.reals(c.moe.experts + 1, 0.0, 1.0);
+    let logits: Vec<f32> = match case.choice {
+        Choice::Random => numbers.reals(tokens * row.len(), 0.0, 1.0),
+        Choice::Same => row.repeat(tokens),
+    };
+    let chosen: Vec<u32> =
+        logits.chunks(row.len()).flat_map(|l| best(&l[..c.moe.experts], slots - 1)).collect();
+    let (work, counts, list) = (memory((pairs + c.moe.experts) * 16), memory(8), memory(pairs * 4));
+    if case.routed {
+        let (logits, weights, scratch) = (e.moe.floats(&logits), memory(pairs * 4), memory(pairs * 4));
+        let arguments = [
+            logits.address(),
+            tokens as u64,
+            u64::from(PAIRS),
+            weights.address(),
+            scratch.address(),
+            list.address(),
+            work.address(),
+            counts.address(),
+        ];
+        e.moe.launch("route", Shape { grid: [1, 1], threads: 1024, ..alone }, &arguments, seed)?;
+    }
+    let told = e.group.words(&chosen);
+    let (middle, expanded) = (memory(pairs * widest * 4), memory(pairs * hidden * 4));
+    let done = e.group.words(&vec![0; pairs]);
+    let [gate_up, gate_up_shared, down, down_shared] = layer.packed.each_ref().map(Memory::address);
+    let arguments = [
+        gate_up,
+        gate_up_shared,
+        down,
+        down_shared,
+        work.address(),
+        counts.address(),
+        list.address(),
+        if case.routed { 0 } else { told.address() },
+        tokens as u64,
+        fragments.address(),
+        units.address(),
+        scale.address(),
+        middle.address(),
+        expanded.address(),
+        done.address(),
+    ];
+    let (threads, shared) = (group::GROUP_THREADS, group::bytes(c));
+    let shape = Shape { grid: [case.blocks, 1], threads, cluster: 1, together: case.blocks, shared };
+    e.group.launch("experts_group_q4", shape, &arguments, seed)?;
+
+    let (middle, expanded) = (middle.floats(), expanded.floats());
+    for pair in 0..pairs {
+        let (token, slot) = (pair / slots, pair % slots);
+        let index =
+            if slot + 1 == slots { c.moe.experts } else { chosen[token * (slots - 1) + slot] as usize };
+        let (expert, x) = (&layer.experts[index], &x[token * hidden..][..hidden]);
+        let got = [&middle[pair * widest..][..expert.gate.rows], &expanded[pair * hidden..][..hidden]];
+        check(expert, x, &gain, got).map_err(|e| format!("token {token}, expert {index}: {e}"))?;
+    }
+    // Strips of every piece, for nobody else; then a launch is as the first.
+    let done = done.words();
+    let strips = |width: usize| width.div_ceil(TILE_ROWS / 2) as u32;
+    let mut of_expert = vec![0; c.moe.experts];
+    chosen.iter().for_each(|&i| of_expert[i as usize] += 1);
+    let routed: u32 = of_expert.iter().map(|n: &u32| n.div_ceil(PAIRS)).sum();
+    let all = (tokens as u32).div_ceil(PAIRS);
+    let expected = routed * strips(c.moe.expert_width) + all * strips(c.moe.shared_width);
+    if done.iter().sum::<u32>() != expected {
+        return Err(format!("{done:?} strips are done, expected {expected}"));
+    }
+    Ok(())
+}
+
+/// The `n` largest, by falling value.
+fn best(logits: &[f32], n: usize) -> Vec<u32> {
+    let mut order: Vec<u32> = (0..logits.len() as u32).collect();
+    order.sort_by(|&a, &b| logits[b as usize].total_cmp(&logits[a as usize]));
+    order.truncate(n);
+    order
+}
+
+/// Whether the two products are right, the second one of what the first has left.
+fn check(expert: &Expert, x: &[f32], gain: &[f32], [middle, expanded]: [&[f32]; 2]) -> Result<(), String> {
+    let rms = (x.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>() / x.len() as f64 + 1e-6).sqrt();
+    let inputs: Vec<f64> = x.iter().zip(gain).map(|(&x, &g)| f64::from(x) * f64::from(g)).collect();
+    let product = |matrix: &Matrix, row: usize, inputs: &[f64]| {
+        let mut weights = vec![0.0; matrix.cols];
+        matrix.read_row(row, &mut weights);
+        (dot(&weights, inputs), bound(&weights, inputs))
+    };
+    let near = |what: &str, row: usize, got: f32, expected: f64, most: f64| {
+        let off = (f64::from(got) - expected).abs();
+        let right = off <= most;
+        right.then_some(()).ok_or_else(|| format!("{what} {row}: {got}, expected {expected} within {most}"))
+    };
+    for (row, &got) in middle.iter().enumerate() {
+        let [(gate, off_gate), (up, off_up)] =
+            [&expert.gate, &expert.up].map(|m| product(m, row, &inputs)).map(|(y, off)| (y / rms, off / rms));
+        let silu = gate / (1.0 + (-gate).exp());
+        // SiLU is never steeper than 1.1.
+        let most = 1.1 * off_gate * (up.abs() + off_up) + silu.abs() * off_up + 1e-5 * (silu * up).abs();
+        near("middle", row, got, silu * up, most)?;
+    }
+    let middle: Vec<f64> = middle.iter().map(|&x| f64::from(x)).collect();
+    for (row, &got) in expanded.iter().enumerate() {
+        let (expected, most) = product(&expert.down, row, &middle);
+        near("expanded", row, got, expected, most + 1e-6 * expected.abs())?;
+    }
+    Ok(())
+}

@@ -1,0 +1,160 @@
+//! CUDA kernels on the CPU: compiled as C++ as they are, with the few functions that have PTX replaced (`shim.h`), and run by fibers
+//! (`runtime.cpp`). What they compute is compared with sums in f64.
+#![cfg(target_os = "linux")]
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+#[path = "../common/mod.rs"]
+mod common;
+mod delta;
+mod group;
+mod machine;
+mod removed;
+mod wide;
+
+use group::{Choice, Emulators, Layer};
+use lily_cuda::kernels::SOURCES;
+use wide::{Case, Product};
+
+const CASE: Case = Case { rows: 70, tiles: 5, tokens: 8, clusters: 1, stages: 2, add: false, normed: false };
+
+/// Odd numbers of tiles, so that some warps have none; of rows, so that the last unit is not full; of tokens. Clusters with several units,
+/// with one, and with more stages than units.
+const CASES: [Case; 9] = [
+    Case { rows: 16, tiles: 1, tokens: 1, stages: 1, ..CASE },
+    Case { rows: 21, tiles: 3, tokens: 3, stages: 1, add: true, ..CASE },
+    Case { rows: 70, tiles: 9, tokens: 8, normed: true, ..CASE },
+    Case { rows: 333, tiles: 5, tokens: 7, clusters: 2, stages: 2, add: true, normed: true },
+    Case { rows: 450, tiles: 4, tokens: 5, clusters: 3, stages: 3, ..CASE },
+    Case { rows: 200, tiles: 17, tokens: 2, clusters: 2, stages: 1, normed: true, ..CASE },
+    Case { rows: 600, tiles: 8, tokens: 8, clusters: 1, stages: 4, add: true, ..CASE },
+    Case { rows: 130, tiles: 33, tokens: 6, clusters: 1, stages: 2, ..CASE },
+    Case { rows: 100, tiles: 7, tokens: 4, clusters: 1, stages: 8, ..CASE },
+];
+
+/// Every kernel multiplies every case right, in whatever order its threads run, and all get the same to the bit.
+#[test]
+fn wide_products() {
+    let emulator = wide::emulator(str::to_owned);
+    for (i, case) in CASES.into_iter().enumerate() {
+        let product = Product::new(case, i as u64);
+        let mut first: Option<Vec<f32>> = None;
+        for (k, kernel) in wide::KERNELS.into_iter().enumerate() {
+            for seed in 0..2 {
+                let seed = (i * 10 + k) as u64 * 10 + seed;
+                let y = product.run(&emulator, kernel, seed).unwrap_or_else(|e| panic!("{case:?}: {e}"));
+                product.check(&y).unwrap_or_else(|e| panic!("{case:?}, {kernel:?}, seed {seed}: {e}"));
+                let same =
+                    first.get_or_insert(y.clone()).iter().zip(&y).all(|(a, b)| a.to_bits() == b.to_bits());
+                assert!(same, "{case:?}, {kernel:?}, seed {seed}: not what other kernels or orders get");
+            }
+        }
+    }
+}
+
+/// Groups of 32 with more tokens, the last not full.
+#[test]
+fn wide_products_of_many_tokens() {
+    let emulator = wide::emulator(str::to_owned);
+    for (tokens, rows, stages) in [(32, 150, 2), (17, 70, 1), (41, 200, 3)] {
+        let case = Case { tokens, rows, stages, tiles: 5, normed: true, ..CASE };
+        let product = Product::new(case, tokens as u64);
+        for kernel in [wide::KERNELS[1], wide::KERNELS[2]] {
+            let y = product.run(&emulator, kernel, rows as u64).unwrap_or_else(|e| panic!("{case:?}: {e}"));
+            product.check(&y).unwrap_or_else(|e| panic!("{case:?}, {kernel:?}: {e}"));
+        }
+    }
+}
+
+/// Experts of steps that follow each other, so that counters must be as they were.
+fn experts(emulators: &Emulators, cases: &[group::Case]) {
+    let layer = Layer::new(emulators, 1);
+    for (seed, case) in cases.iter().enumerate() {
+        group::run(emulators, &layer, *case, seed as u64)
+            .unwrap_or_else(|e| panic!("{case:?}, seed {seed}: {e}"));
+    }
+}
+
+/// Lists by the kernel and by `route`; experts that none chose, and that all did; one block, and more than there is work for some of.
+#[test]
+fn experts_of_several_tokens() {
+    let case = group::Case { tokens: 5, choice: Choice::Random, routed: false, blocks: 3 };
+    let cases = [
+        case,
+        group::Case { tokens: 1, blocks: 2, ..case },
+        group::Case { tokens: 8, routed: true, blocks: 4, ..case },
+        group::Case { tokens: 7, choice: Choice::Same, ..case },
+        group::Case { tokens: 9, choice: Choice::Same, routed: true, ..case },
+        group::Case { tokens: 3, blocks: 1, ..case },
+        group::Case { tokens: 32, blocks: 4, ..case },
+    ];
+    experts(&Emulators::new(group::config(192, 37, 5, [64, 128]), str::to_owned), &cases);
+}
+
+/// Eighths of a row of different lengths, strips that are not full, experts wider than the shared one.
+#[test]
+fn wide_experts() {
+    let case = group::Case { tokens: 6, choice: Choice::Random, routed: false, blocks: 4 };
+    let cases = [
+        case,
+        group::Case { tokens: 11, routed: true, blocks: 3, ..case },
+        group::Case { tokens: 2, blocks: 2, ..case },
+    ];
+    experts(&Emulators::new(group::config(576, 7, 2, [192, 64]), str::to_owned), &cases);
+}
+
+/// Sequences of one row and of several, with their states in other places than they come.
+#[test]
+fn delta_rule() {
+    let config = delta::config();
+    let emulator = machine::Emulator::compile("gdn.cu", &config, str::to_owned);
+    for (seed, columns) in [32, 128, 32, 128].into_iter().enumerate() {
+        delta::run(&emulator, &config, columns, &[1, 3, 2, 5], seed as u64)
+            .unwrap_or_else(|e| panic!("seed {seed}: {e}"));
+    }
+}
+
+/// Runs without each call of `functions` in turn; those whose lack shows in none of the runs must be `unseen`.
+fn each_is_needed(
+    file: &str,
+    functions: &[&str],
+    unseen: &[&str],
+    run: impl Fn(&dyn Fn(&str) -> String) -> Result<(), String>,
+) {
+    let text = SOURCES.iter().find(|s| s.name == file).unwrap().text;
+    let mut missed = Vec::new();
+    for (number, line) in removed::calls(text, functions) {
+        match run(&|text| removed::without(text, number, functions)) {
+            Ok(()) => missed.push(line),
+            Err(e) => println!("{file}:{}: without `{line}`: {e}", number + 1),
+        }
+    }
+    assert_eq!(missed, unseen, "calls whose lack does not show");
+}
+
+const ROUNDS: u64 = 10;
+
+#[test]
+#[ignore = "a minute: compiles wide.cu without each wait in turn"]
+fn every_wait_of_wide_products_is_needed() {
+    let functions = [
+        "barrier_wait",
+        "barrier_expect",
+        "cluster_wait",
+        "cluster_arrive<false>",
+        "__syncthreads",
+        "await_copies",
+        "named_sync<128>",
+    ];
+    let case = Case { rows: 450, clusters: 1, stages: 3, tiles: 9, ..CASE };
+    let cases = [(case, wide::KERNELS[0]), (Case { tokens: 20, ..case }, wide::KERNELS[2])];
+    // The last barrier of the cluster: a block waits for what is sent to it in any case.
+    let unseen = ["cluster_wait();", "cluster_wait();  // no block ends while others send to it"];
+    each_is_needed("wide.cu", &functions, &unseen, |edit| {
+        let emulator = wide::emulator(edit);
+        for (seed, (case, kernel)) in (0..ROUNDS).flat_map(|seed| cases.map(|c| (seed, c))) {
+            let product = Product::new(case, 0);
+            product.check(&product.run(&emulator, kernel, seed)?)?;
+        }
+        Ok(())
+    });
+}
