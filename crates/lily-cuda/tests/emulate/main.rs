@@ -158,3 +158,30 @@ fn every_wait_of_wide_products_is_needed() {
         Ok(())
     });
 }
+
+#[test]
+#[ignore = "a minute: compiles group.cu without each wait in turn"]
+fn every_wait_of_experts_is_needed() {
+    let functions = [
+        "barrier_wait",
+        "barrier_arrive",
+        "parts_wait",
+        "parts_arrive",
+        "await_middle",
+        "add_release",
+        "__syncthreads",
+    ];
+    let cases = [(13, 2), (32, 4), (4, 4)].map(|(tokens, blocks)| group::Case {
+        tokens,
+        choice: Choice::Random,
+        routed: false,
+        blocks,
+    });
+    each_is_needed("group.cu", &functions, &[], |edit| {
+        let emulators = Emulators::new(group::config(192, 37, 5, [64, 128]), edit);
+        let layer = Layer::new(&emulators, 1);
+        (0..ROUNDS)
+            .flat_map(|seed| cases.map(|c| (seed, c)))
+            .try_for_each(|(seed, case)| group::run(&emulators, &layer, case, seed))
+    });
+}

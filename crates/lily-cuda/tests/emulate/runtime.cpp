@@ -6,7 +6,9 @@
 #include <signal.h>
 #include <stdio.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <ucontext.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -23,8 +25,8 @@ constexpr size_t STACK = (64 << 10) + 5 * 64;
 constexpr u32 WINDOW = 512 << 10, OWN = 64 << 10;
 /// Rounds in which threads only ask again for what others must write.
 constexpr u32 PATIENCE = 30000;
-/// How often a launch may resume a thread: far more than any right one of the tests does.
-constexpr u32 MOST_STEPS = 5000000;
+/// Seconds of the processor that a launch may take: far more than any right one of the tests does.
+constexpr int MOST_SECONDS = 5;
 
 /// Goes on when (*word & mask) is another value.
 struct Wait {
@@ -86,7 +88,6 @@ struct Machine {
     jmp_buf scheduler;
     const char* problem;
     u64 seed;
-    u32 steps;
 };
 /// An OS thread has one launch at a time.
 thread_local Machine* machine;
@@ -185,10 +186,6 @@ __attribute__((noinline)) bool resume(Fiber& fiber) {
         running = false;
         return reason == SUSPENDED;
     }
-    if (++machine->steps > MOST_STEPS) {
-        machine->problem = "threads go on without end";
-        return false;
-    }
     machine->current = &fiber;
     running = true;
     if (fiber.started) _longjmp(fiber.resume, 1);
@@ -283,18 +280,38 @@ void* reserve(size_t bytes, int protection) {
     return p == MAP_FAILED ? nullptr : p;
 }
 
-constexpr int FAULTS[] = {SIGSEGV, SIGBUS, SIGILL, SIGTRAP};
+/// What a launch's timer raises.
+constexpr int TOO_LONG = SIGVTALRM;
+constexpr int FAULTS[] = {SIGSEGV, SIGBUS, SIGILL, SIGTRAP, TOO_LONG};
 struct sigaction before_us[NSIG];
 void on_fault(int number, siginfo_t* info, void* context) {
     if (running) {
+        if (number == TOO_LONG) fail("threads go on without end");
         fail(number == SIGILL || number == SIGTRAP ? "undefined behaviour: an index, a shift or an alignment"
                                                    : "an access outside of its memory");
     } else if (before_us[number].sa_flags & SA_SIGINFO) {
         before_us[number].sa_sigaction(number, info, context);
-    } else {
+    } else if (number != TOO_LONG) {
         signal(number, SIG_DFL);
     }
 }
+/// Ends a launch of this OS thread that never lets another fiber run.
+class Timer {
+    timer_t timer;
+
+public:
+    Timer() {
+        struct sigevent event = {};
+        event.sigev_notify = SIGEV_THREAD_ID;
+        event._sigev_un._tid = gettid();
+        event.sigev_signo = TOO_LONG;
+        timer_create(CLOCK_THREAD_CPUTIME_ID, &event, &timer);
+        // Again if it was the scheduler that it met.
+        const struct itimerspec when = {{0, 10000000}, {MOST_SECONDS, 0}};
+        timer_settime(timer, 0, &when, nullptr);
+    }
+    ~Timer() { timer_delete(timer); }
+};
 void catch_faults() {
     static const bool caught = [] {
         struct sigaction action = {};
@@ -461,6 +478,7 @@ extern "C" const char* emu_launch(const Request* request) {
     Machine m{};
     machine = &m;
     catch_faults();
+    const Timer timer;
     for (m.kernel = kernels; m.kernel->name && strcmp(m.kernel->name, request->kernel); m.kernel++) {}
     const u32 blocks = request->grid[0] * request->grid[1];
     if (!m.kernel->name) return "no such kernel";
