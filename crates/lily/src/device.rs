@@ -73,6 +73,7 @@ fn auto(global: &Global, config: &Config, weights: &Arc<Weights>, size: Size) ->
 /// The GPU of a Mac.
 #[cfg(target_vendor = "apple")]
 pub mod metal {
+    use lily_metal::device::Device;
     use lily_metal::metal::MetalDevice;
     use lily_metal::{KvType, MetalBackend};
 
