@@ -286,6 +286,8 @@ pub struct Generation {
     pub stop: Vec<String>,
     #[command(flatten)]
     pub context: Context,
+    #[command(flatten)]
+    pub reading: Reading,
 }
 
 /// The length of sequences.
@@ -294,6 +296,15 @@ pub struct Context {
     /// Longest sequence, prompt and answer together. Default: 32768, or the model's own limit if it is lower
     #[arg(short, long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(2..))]
     pub ctx_size: Option<u32>,
+}
+
+/// How prompts are read.
+#[derive(Debug, clap::Args)]
+pub struct Reading {
+    /// Tokens of a prompt that one step reads at most. More read faster up to a point, take more memory, and make others wait
+    /// longer. Default: 512; with the tensor operations of an M5 2048
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub ubatch_size: Option<u32>,
 }
 
 /// The size of the prefix cache.
@@ -364,6 +375,8 @@ pub struct Serve {
     pub cache: CacheSize,
     #[command(flatten)]
     pub context: Context,
+    #[command(flatten)]
+    pub reading: Reading,
 }
 
 #[derive(Debug, clap::Args)]
@@ -465,6 +478,8 @@ pub struct Bench {
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
+    #[command(flatten)]
+    pub reading: Reading,
 }
 
 /// A command that can't be meant as it was given.

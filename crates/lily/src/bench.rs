@@ -24,7 +24,7 @@ use serde_json::{Value, json};
 use crate::args::{Bench, DeviceChoice, Global, UsageError};
 use crate::device::{self, Size};
 use crate::progress;
-use crate::session::{PREFILL_CHUNK, context};
+use crate::session::context;
 use crate::source::Source;
 
 mod floor;
@@ -107,16 +107,16 @@ pub fn bench(args: &Bench, global: &Global) -> Result<()> {
     };
     let Subject { name, config, prompts, weights } = Subject::load(args, global)?;
     let sequences = args.batch.iter().max().copied().unwrap_or(1);
-    let batch_tokens = PREFILL_CHUNK.max(sequences);
     let context = longest(args).saturating_add(args.decode_tokens);
-    let size = Size { context, sequences, snapshot_bytes: 0, batch_tokens };
+    let size = Size { context, sequences, snapshot_bytes: 0, chunk: args.reading.ubatch_size };
     let (mut opened, machine) = open(global, gpu, &config, weights, size)?;
+    let chunk = device::chunk(opened.backend().limits(), sequences);
     let runs = (prompts.len() * args.batch.len()) as u64 * (1 + u64::from(args.repeat));
     let bar = progress::counted(runs, "measuring", "runs");
     let (mut results, mut profiles) = (Vec::new(), Vec::new());
     for prompt in &prompts {
         for &batch in &args.batch {
-            results.push(measure(opened.backend(), prompt, batch, args, &mut || bar.inc(1))?);
+            results.push(measure(opened.backend(), prompt, batch, chunk, args, &mut || bar.inc(1))?);
             if let (true, Opened::Cuda(gpu)) = (args.profile, &mut opened) {
                 profiles.push(gpu.profile(batch as usize, prompt.ids.len() as u32)?);
             }
@@ -248,13 +248,14 @@ fn measure(
     backend: &mut dyn Backend,
     prompt: &Prompt,
     batch: u32,
+    chunk: u32,
     args: &Bench,
     done: &mut dyn FnMut(),
 ) -> Result<Measured> {
     let prompt_tokens = prompt.ids.len() as u32;
     let (mut prefill, mut decode) = (Vec::new(), Vec::new());
     for i in 0..=args.repeat {
-        let times = run(backend, &prompt.ids, batch, args.decode_tokens)?;
+        let times = run(backend, &prompt.ids, batch, chunk, args.decode_tokens)?;
         done();
         if i > 0 {
             prefill.push(f64::from(prompt_tokens * batch) / times.prefill);
@@ -267,12 +268,12 @@ fn measure(
 }
 
 /// A prompt for each sequence, and their greedy continuations.
-fn run(backend: &mut dyn Backend, ids: &[u32], batch: u32, decode: u32) -> Result<Times> {
+fn run(backend: &mut dyn Backend, ids: &[u32], batch: u32, chunk: u32, decode: u32) -> Result<Times> {
     let prompt = ids.len() as u32;
     let seqs = (0..batch).map(|_| backend.create(prompt + decode)).collect::<Result<Vec<_>, _>>()?;
     let start = Instant::now();
     for (i, seq) in (0..).zip(&seqs) {
-        read(backend, *seq, ids, i)?;
+        read(backend, *seq, ids, i, chunk)?;
     }
     let prefill = start.elapsed().as_secs_f64();
     let start = Instant::now();
@@ -295,12 +296,12 @@ fn run(backend: &mut dyn Backend, ids: &[u32], batch: u32, decode: u32) -> Resul
     Ok(Times { prefill, decode })
 }
 
-/// Reads a prompt, and draws a token. The prompt of the first sequence is `ids`, the others' have other tokens.
-fn read(backend: &mut dyn Backend, seq: SeqId, ids: &[u32], sequence: u32) -> Result<()> {
+/// Reads a prompt, `most` tokens a step, and draws a token. The prompt of the first sequence is `ids`, the others' have other tokens.
+fn read(backend: &mut dyn Backend, seq: SeqId, ids: &[u32], sequence: u32, most: u32) -> Result<()> {
     let vocab = backend.limits().vocab_size;
     let ids: Vec<u32> = ids.iter().map(|id| id.wrapping_add(7919 * sequence) % vocab).collect();
-    for (i, chunk) in ids.chunks(PREFILL_CHUNK as usize).enumerate() {
-        let start = i as u32 * PREFILL_CHUNK;
+    for (i, chunk) in ids.chunks(most as usize).enumerate() {
+        let start = i as u32 * most;
         let is_last = start as usize + chunk.len() == ids.len();
         let want = if is_last { Want::Sample(SampleParams::greedy().into()) } else { Want::Nothing };
         let segment = Segment { seq, start, tokens: Tokens::Ids(chunk.to_vec()), want };

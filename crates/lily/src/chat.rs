@@ -18,7 +18,13 @@ const HELP: &str = "/clear starts over, /exit or Ctrl-D leaves, Ctrl-C stops an 
 
 /// Runs the command.
 pub fn chat(args: &Chat, global: &Global) -> Result<()> {
-    let session = Session::start(global, args.generation.context.ctx_size, 1, args.cache.bytes())?;
+    let session = Session::start(
+        global,
+        args.generation.context.ctx_size,
+        args.generation.reading.ubatch_size,
+        1,
+        args.cache.bytes(),
+    )?;
     runtime()?.block_on(talk(&session, args))
 }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use anyhow::Result;
 use lily_cpu::CpuBackend;
 use lily_cuda::CudaBackend;
-use lily_model::backend::Backend;
+use lily_model::backend::{Backend, Limits};
 use lily_model::config::Config;
 use lily_model::weights::Weights;
 
@@ -20,8 +20,26 @@ pub struct Size {
     pub sequences: u32,
     /// Bytes for snapshots beside them.
     pub snapshot_bytes: u64,
-    /// Tokens of a step.
-    pub batch_tokens: u32,
+    /// Tokens of a prompt that one step reads, at most; else what suits the device.
+    pub chunk: Option<u32>,
+}
+
+/// Tokens of a prompt that one step reads: each of 256 experts then gets 16 of them on average.
+const CHUNK: u32 = 512;
+/// The same with the tensor operations of an M5, which are fast enough for steps that long: 64, two full tiles of theirs.
+#[cfg(target_vendor = "apple")]
+const TENSOR_CHUNK: u32 = 2048;
+
+impl Size {
+    /// Tokens of a step: those of a prompt, where `usual` suits the device, beside one of each sequence.
+    fn batch_tokens(&self, usual: u32) -> u32 {
+        self.chunk.unwrap_or(usual).min(self.context) + self.sequences
+    }
+}
+
+/// Tokens of a prompt that one step of an opened device reads beside `sequences` others.
+pub fn chunk(limits: &Limits, sequences: u32) -> u32 {
+    limits.max_batch_tokens - sequences
 }
 
 /// Opens the device that the command line names, for a model whose weights are loaded.
@@ -55,6 +73,7 @@ fn auto(global: &Global, config: &Config, weights: &Arc<Weights>, size: Size) ->
 /// The GPU of a Mac.
 #[cfg(target_vendor = "apple")]
 pub mod metal {
+    use lily_metal::device::Device;
     use lily_metal::metal::MetalDevice;
     use lily_metal::{KvType, MetalBackend};
 
@@ -82,17 +101,19 @@ pub mod metal {
         weights: &Weights,
         size: &Size,
     ) -> Result<MetalBackend<MetalDevice>> {
+        let device = device()?;
+        let tensor = !global.metal_no_tensor && device.info().tensor;
         let options = lily_metal::Options {
             context: size.context,
             max_sequences: size.sequences,
             snapshot_bytes: size.snapshot_bytes,
-            max_batch_tokens: size.batch_tokens,
+            max_batch_tokens: size.batch_tokens(if tensor { TENSOR_CHUNK } else { CHUNK }),
             kv: KvType::Bf16,
             residency: !global.metal_no_residency,
-            tensor: !global.metal_no_tensor,
+            tensor,
             aligned_copies: !global.metal_no_aligned_copies,
         };
-        Ok(MetalBackend::new(device()?, config.clone(), weights, &options)?)
+        Ok(MetalBackend::new(device, config.clone(), weights, &options)?)
     }
 }
 
@@ -119,7 +140,7 @@ fn cpu(global: &Global, config: &Config, weights: &Arc<Weights>, size: Size) -> 
         context: size.context,
         max_sequences: size.sequences,
         snapshot_bytes: size.snapshot_bytes,
-        max_batch_tokens: size.batch_tokens,
+        max_batch_tokens: size.batch_tokens(CHUNK),
         exact: global.cpu_exact,
         ..lily_cpu::Options::default()
     };
@@ -133,7 +154,7 @@ pub fn cuda_options(device: usize, size: &Size) -> lily_cuda::Options {
         context: size.context,
         max_sequences: size.sequences,
         snapshot_bytes: size.snapshot_bytes,
-        max_batch_tokens: size.batch_tokens,
+        max_batch_tokens: size.batch_tokens(CHUNK),
         cache: kernel_cache("cuda"),
         ..lily_cuda::Options::default()
     }

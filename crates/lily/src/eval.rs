@@ -42,7 +42,7 @@ pub fn eval(args: &Eval, global: &Global) -> Result<()> {
         bail!(UsageError(problem));
     }
     let chunk = rows_at_once(model.config.vocab_size);
-    let size = Size { context: window as u32, sequences: 1, snapshot_bytes: 0, batch_tokens: chunk as u32 };
+    let size = Size { context: window as u32, sequences: 1, snapshot_bytes: 0, chunk: Some(chunk as u32) };
     let mut backend = device::open(global, &model.config, &model.weights, size)?;
     let bar = progress::counted(ids.len() as u64, "evaluating", "tokens");
     let (start, mut score) = (Instant::now(), Score::default());

@@ -41,7 +41,7 @@ pub fn logits(args: &Logits, global: &Global) -> Result<()> {
         return file.fill(|write| by_reference(&reference, &ids, write));
     }
     let chunk = rows_at_once(config.vocab_size);
-    let size = Size { context: tokens, sequences: 1, snapshot_bytes: 0, batch_tokens: chunk as u32 };
+    let size = Size { context: tokens, sequences: 1, snapshot_bytes: 0, chunk: Some(chunk as u32) };
     let mut backend = device::open(global, &config, &weights, size)?;
     file.fill(|write| by_backend(&mut *backend, &ids, chunk, write))
 }

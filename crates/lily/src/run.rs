@@ -20,7 +20,8 @@ pub fn run(args: &Run, global: &Global) -> Result<()> {
     let prompt = prompt(args)?;
     let tools = args.tools.as_deref().map(read_tools).transpose()?.unwrap_or_default();
     // There is no second prompt that a cache could help.
-    let session = Session::start(global, args.generation.context.ctx_size, 1, 0)?;
+    let session =
+        Session::start(global, args.generation.context.ctx_size, args.generation.reading.ubatch_size, 1, 0)?;
     let request = if args.raw {
         raw_request(&session, &prompt, args)
     } else {

@@ -34,8 +34,10 @@ pub fn serve(args: &Serve, global: &Global) -> Result<()> {
         let tls = args.tls_cert.as_deref().zip(args.tls_key.as_deref());
         let tls = tls.map(|(cert, key)| Tls::load(cert, key)).transpose()?;
         let traces = traces(args, tls.is_some())?;
-        let (context, sequences, cache) = (args.context.ctx_size, args.max_sequences, args.cache.bytes());
-        let session = tokio::task::block_in_place(|| Session::start(global, context, sequences, cache))?;
+        let (context, chunk) = (args.context.ctx_size, args.reading.ubatch_size);
+        let (sequences, cache) = (args.max_sequences, args.cache.bytes());
+        let session =
+            tokio::task::block_in_place(|| Session::start(global, context, chunk, sequences, cache))?;
         let served = serve_session(listener, session, api_key, tls, traces.clone(), args).await;
         if let Some(traces) = traces {
             tokio::task::block_in_place(|| traces.shutdown());

@@ -20,9 +20,7 @@ use crate::source::Source;
 
 /// Context unless told otherwise: enough for an agent, 1.4 GB of state a sequence with the real model.
 const CONTEXT: u32 = 32_768;
-/// Tokens of a prompt that one step reads: each of 256 experts then gets 16 of them on average.
-pub const PREFILL_CHUNK: u32 = 512;
-/// The same while others write.
+/// Tokens of a prompt that one step reads while others write, at most.
 const SHARED_PREFILL_CHUNK: u32 = 128;
 /// Tokens between two snapshots of a long prompt: what is read again at most where a text was edited.
 const SNAPSHOT_INTERVAL: u32 = 2048;
@@ -51,10 +49,11 @@ pub enum End {
 
 impl Session {
     /// Loads the model and starts its engine, with `cache_bytes` for the prefix cache on top of the memory for
-    /// `max_sequences` sequences.
+    /// `max_sequences` sequences. `chunk`: tokens of a prompt that one step reads, if not what suits the device.
     pub fn start(
         global: &Global,
         ctx_size: Option<u32>,
+        chunk: Option<u32>,
         max_sequences: u32,
         cache_bytes: u64,
     ) -> Result<Self> {
@@ -62,14 +61,15 @@ impl Session {
         let source = Source::new(global)?;
         let context = context(ctx_size, &source.config()?)?;
         let model = source.load()?;
-        let batch_tokens = PREFILL_CHUNK + max_sequences;
-        let size = Size { context, sequences: max_sequences, snapshot_bytes: cache_bytes, batch_tokens };
+        let size = Size { context, sequences: max_sequences, snapshot_bytes: cache_bytes, chunk };
         let backend = device::open(global, &model.config, &model.weights, size)?;
         let limits = backend.limits();
+        let chunk = device::chunk(limits, max_sequences);
         tracing::info!(
             device = limits.name,
             context,
             max_sequences,
+            chunk,
             state_bytes = limits.state_budget,
             cache_bytes,
             "{} is loaded",
@@ -78,8 +78,8 @@ impl Session {
         let options = scheduler::Options {
             max_sequences: max_sequences as usize,
             max_queue: MAX_QUEUE,
-            prefill_chunk: PREFILL_CHUNK,
-            shared_prefill_chunk: SHARED_PREFILL_CHUNK,
+            prefill_chunk: chunk,
+            shared_prefill_chunk: SHARED_PREFILL_CHUNK.min(chunk),
             cache_bytes,
             snapshot_interval: SNAPSHOT_INTERVAL,
             eos: model.generation.eos_token_ids.clone(),

@@ -92,6 +92,31 @@ fn echoed_log_probabilities_are_those_of_eval() {
     assert!((mean - expected).abs() < 1e-4, "{mean} and {expected}");
 }
 
+/// Tokens read behind each step of a prompt, as a stream tells them.
+fn read_by_steps(options: &[&str]) -> Vec<u64> {
+    let server = Server::start(&[&["--ctx-size", "512", "--cache-ram", "0"][..], options].concat());
+    let prompt = "Once upon a time there was a fox who lived by the river. ".repeat(8);
+    let body =
+        json!({"prompt": prompt, "stream": true, "return_progress": true, "max_tokens": 1}).to_string();
+    let answer = server.answer("POST", "/v1/completions", "", &body);
+    let events = answer.split("data: ").filter_map(|event| {
+        let event = event.split("\n\n").next().unwrap();
+        serde_json::from_str::<Value>(event).ok()?["prompt_progress"]["processed"].as_u64()
+    });
+    events.collect()
+}
+
+#[test]
+fn a_step_reads_as_many_tokens_of_a_prompt_as_was_said() {
+    let steps = read_by_steps(&["--ubatch-size", "16"]);
+    assert!(steps.len() > 5, "{steps:?}");
+    assert!(steps.windows(2).all(|pair| pair[1] > pair[0] && pair[1] - pair[0] <= 16), "{steps:?}");
+    assert!(read_by_steps(&[]).len() < steps.len());
+    // No more than a sequence can have.
+    assert!(!read_by_steps(&["--ubatch-size", "4000000000"]).is_empty());
+    assert_refused(&output(&["serve", "--ubatch-size", "0"]), 2, &["--ubatch-size", "0"]);
+}
+
 #[test]
 fn the_key_is_asked_for() {
     let server = Server::start(&["--api-key", "sesame"]);
