@@ -95,13 +95,11 @@ fn an_invalid_batch_is_refused_and_changes_nothing() {
     // Each rule has its test in lily-model; here, what this backend knows of its sequences.
     let ids = |start, ids: &[u32]| vec![segment(a, start, ids, Want::Nothing)];
     let last = vec![Segment { seq: a, start: 2, tokens: Tokens::LastSampled, want: Want::Nothing }];
-    let biased = SampleParams { logit_bias: vec![(1, 1.0); 64 * 1024 + 1].into(), ..SampleParams::greedy() };
     let cases = [
         (ids(0, &[3]), "continues at 0, but has 2 tokens"),
         (ids(2, &[1; 7]), "would have 9 tokens, its capacity is 8"),
         (ids(2, &[384]), "token 384, the vocabulary has 384"),
         (last, "has sampled nothing yet"),
-        (vec![segment(a, 2, &[1], Want::Sample(biased.into()))], "logit biases in a step, the most is 65536"),
     ];
     for (segments, words) in cases {
         let e = backend.forward(&Batch { segments }).unwrap_err().to_string();
