@@ -72,10 +72,19 @@ template <int N, class Part> __device__ __forceinline__ auto sum_of(Part part, i
 struct Gates {
     float q_scale, k_scale, alpha, beta, qk;
 };
-// From the sums of q q, k k and q k over the head, and the head's projections a and b.
+// From the sums of q q and of k k over the head.
+__device__ __forceinline__ float delta_q_scale(float qq) { return __fmul_rn(rsqrtf(qq + 1e-6f), rsqrtf((float)DK)); }
+__device__ __forceinline__ float delta_k_scale(float kk) { return rsqrtf(kk + 1e-6f); }
+// How much of the state stays, from the head's projection a.
+__device__ __forceinline__ float delta_softplus(float a, float bias) {
+    const float decay = a + bias;
+    return fmaxf(decay, 0.0f) + log1pf(expf(-fabsf(decay)));
+}
+__device__ __forceinline__ float delta_alpha(float softplus, float rate) { return expf(__fmul_rn(rate, softplus)); }
+// All of them, with the sum of q k and the head's projection b.
 __device__ __forceinline__ Gates delta_gates(float qq, float kk, float qk, float a, float b, float rate, float bias) {
-    const float decay = a + bias, softplus = fmaxf(decay, 0.0f) + log1pf(expf(-fabsf(decay)));
-    return Gates{__fmul_rn(rsqrtf(qq + 1e-6f), rsqrtf((float)DK)), rsqrtf(kk + 1e-6f), expf(__fmul_rn(rate, softplus)), sigmoid(b), qk};
+    const float softplus = delta_softplus(a, bias);
+    return Gates{delta_q_scale(qq), delta_k_scale(kk), delta_alpha(softplus, rate), sigmoid(b), qk};
 }
 // One column, from S^T k and S^T q of the state before its decay: what is read out, and what each key adds to the state. The
 // error is that of the decayed state; the readout of the updated state is alpha S^T q + (k q) error.

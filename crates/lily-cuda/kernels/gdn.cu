@@ -1,15 +1,18 @@
 // Gated DeltaNet between its two projections: docs/model-spec.md, section 3.
 //
-// A block has 32 C of a value head's columns of one sequence. Its eight warps have an eighth of the state's rows each, a lane C
-// columns of them, in registers over all tokens of the segment.
+// Few sequences: a block has 32 columns of a value head of one, in registers; a warp has an eighth of the state's rows, a lane a column of
+// them. Many: a block of four warps has a whole head, whose state comes to shared memory in the background; a warp has 32 columns, a lane
+// four columns of a quarter of the rows. So what heads have in common is done once, and as many blocks run as there is shared memory for.
+
+extern __shared__ __align__(128) u8 shared[];
 
 #define CHANNELS (2 * KEY_HEADS * DK + VALUE_HEADS * DV)
 #define PROJECTED (CHANNELS + VALUE_HEADS * DV + 2 * VALUE_HEADS)  // q k v | z | b | a
 #define PAST (TAPS - 1)
-#define KEY_WARPS 4  // warps that have channels of q and k, the others have those of v
-#define KEY_THREADS (KEY_WARPS * 32)
+#define KEY_THREADS 128  // that have channels of q and k
+#define KEY_WARPS (KEY_THREADS / 32)
 #define PER_THREAD ((DK + KEY_THREADS - 1) / KEY_THREADS)
-#define ROWS ((DK + WARPS - 1) / WARPS)
+#define ROWS (DK / WARPS)  // check_shapes in src/lib.rs: it divides
 
 // One channel of the convolution over the last inputs and the new one, then SiLU; the window moves on.
 struct Channel {
@@ -43,73 +46,11 @@ struct Channel {
     }
 };
 
-// C consecutive values, of which all or none are wanted.
-template <int C> __device__ __forceinline__ void load_some(const float* p, float (&out)[C]) {
-    if constexpr (C == 4) {
-        const float4 v = __ldcg((const float4*)p);
-        out[0] = v.x; out[1] = v.y; out[2] = v.z; out[3] = v.w;
-    } else {
-#pragma unroll
-        for (int c = 0; c < C; c++) out[c] = __ldcg(p + c);
-    }
-}
-template <int C> __device__ __forceinline__ void store_some(float* p, const float (&in)[C]) {
-    if constexpr (C == 4) {
-        *(float4*)p = make_float4(in[0], in[1], in[2], in[3]);
-    } else {
-#pragma unroll
-        for (int c = 0; c < C; c++) p[c] = in[c];
-    }
-}
-template <int C> __device__ __forceinline__ void read_some(const float* p, float (&out)[C]) {
-    if constexpr (C == 4) {
-        const float4 v = *(const float4*)p;
-        out[0] = v.x; out[1] = v.y; out[2] = v.z; out[3] = v.w;
-    } else {
-#pragma unroll
-        for (int c = 0; c < C; c++) out[c] = p[c];
-    }
-}
-
-// The sum over 32 columns, of which each of 32 / C lanes has C: as `warp_sum` adds them up where every lane has one.
-template <int C> __device__ __forceinline__ float sum_of_columns(const float (&in)[C]) {
-    float x[C];
-#pragma unroll
-    for (int c = 0; c < C; c++) x[c] = in[c];
-#pragma unroll
-    for (int o = 16 / C; o; o >>= 1)
-#pragma unroll
-        for (int c = 0; c < C; c++) x[c] += __shfl_xor_sync(FULL, x[c], o);
-#pragma unroll
-    for (int o = C / 2; o; o >>= 1)
-#pragma unroll
-        for (int c = 0; c < o; c++) x[c] += x[c + o];
-    return x[0];
-}
-
-// Sums of eight parts as `sum_of` makes them, in as few registers as there are.
-template <int C> __device__ __forceinline__ void sum_of_parts(const float (*parts)[32 * C], int lane, float (&out)[C]) {
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        float sum[C], p[C];
-#pragma unroll
-        for (int pair = 0; pair < 2; pair++) {
-            float a[C];
-            read_some<C>(&parts[half * 4 + pair * 2][lane * C], a);
-            read_some<C>(&parts[half * 4 + pair * 2 + 1][lane * C], p);
-#pragma unroll
-            for (int c = 0; c < C; c++) sum[c] = pair == 0 ? a[c] + p[c] : sum[c] + (a[c] + p[c]);
-        }
-#pragma unroll
-        for (int c = 0; c < C; c++) out[c] = half == 0 ? sum[c] : out[c] + sum[c];
-    }
-}
-
-// A head's four values a lane as columns, times its 1 / rms. square: the sum of squares of the 32 values of this lane and seven others.
-__device__ __forceinline__ void put_head(u32 row, u32 head, float (&v)[4], float square, const Columns& to, u32 lane) {
+// A head's four values a lane as columns, times its 1 / rms. squares: sums of squares of 32 readouts.
+__device__ __forceinline__ void put_head(u32 row, u32 head, float (&v)[4], const float (&squares)[4], const Columns& to, u32 lane) {
     float sum = 0;
 #pragma unroll
-    for (int i = 0; i < 4; i++) sum += __shfl_sync(FULL, square, i * 8);
+    for (int i = 0; i < 4; i++) sum += squares[i];
     const float factor = rsqrtf(sum / DV + EPS);
     float most = 0;
 #pragma unroll
@@ -133,158 +74,339 @@ __device__ __forceinline__ void put_head(u32 row, u32 head, float (&v)[4], float
     if (lane % 16 == 0) to.store_unit(row, tile, Unit{scale.unit, __fmul_rn((float)digits, scale.unit)});
 }
 
-// projected: [rows, PROJECTED]. states: per slot [VALUE_HEADS, DK, DV]; convs: per slot 2 x [PAST, CHANNELS], of which `parity`
-// is read and the other written. gated: [rows, VALUE_HEADS * DV], the readout times norm gain and SiLU(z) but not 1 / rms;
-// squares: [rows, VALUE_HEADS, VALUE_SPLIT], for that. Or all of it as columns, if those are wanted of whole heads. Grid: (VALUE_HEADS * DV / (32 C), segments).
-template <int C>
-__device__ __forceinline__ void delta(const Segment* segments, const float* projected, const float* conv_weights, const float* a_log,
-                                      const float* dt_bias, const float* norm, float* states, u64 state_stride, float* convs,
-                                      u64 conv_stride, float* gated, float* squares, const Columns& to) {
-    constexpr int COLUMNS = 32 * C;
-    __shared__ __align__(16) float q[2][WARPS * ROWS], k[2][WARPS * ROWS], values[2][COLUMNS], gates[2][COLUMNS], gains[COLUMNS];
-    __shared__ float sums[2][3][KEY_WARPS];
-    __shared__ __align__(16) float columns[2][2][WARPS][COLUMNS];
-    const Segment segment = segments[blockIdx.y];
-    const u32 head = blockIdx.x / (DV / COLUMNS), part = blockIdx.x % (DV / COLUMNS), key_head = head / (VALUE_HEADS / KEY_HEADS);
-    const u32 tid = threadIdx.x, warp = tid / 32, lane = tid % 32, column = part * COLUMNS + lane * C;
-    launch_dependents();
-
-    // All of this was written by earlier steps or never: it may come before the wait.
-    float* state = states + segment.slot * state_stride + ((u64)head * DK + warp * ROWS) * DV + column;
-    float s[ROWS][C];
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) {
-#pragma unroll
-        for (int c = 0; c < C; c++) s[i][c] = 0;
-        if (DK % WARPS == 0 || warp * ROWS + i < DK) load_some<C>(state + (u64)i * DV, s[i]);
+// Everything that the kernels take. Value heads of a segment follow each other.
+struct Delta {
+    const Segment* segments;
+    const float *projected, *conv_weights, *a_log, *dt_bias, *norm;  // projected: [rows, PROJECTED]
+    float* states;  // per slot [VALUE_HEADS, DK, DV]
+    u64 state_stride;
+    float* convs;  // per slot 2 x [PAST, CHANNELS], of which `parity` is read and the other written
+    u64 conv_stride;
+    float* gated;    // [rows, VALUE_HEADS * DV]: the readout times norm gain and SiLU(z) but not 1 / rms
+    float* squares;  // [rows, VALUE_HEADS, VALUE_SPLIT], for that
+    Columns to;      // or, of whole heads, all of it as columns
+    __device__ __forceinline__ float* state(const Segment& segment, u32 head) const {
+        return states + segment.slot * state_stride + (u64)head * (DK * DV);
     }
-    const float* conv_in = convs + segment.slot * conv_stride + segment.parity * (u64)(PAST * CHANNELS);
-    float* conv_out = convs + segment.slot * conv_stride + (1 - segment.parity) * (u64)(PAST * CHANNELS);
-    // Channels of q and k, or (in `first[0]`) one of v.
-    Channel first[PER_THREAD], second[PER_THREAD];
-    const bool has_keys = warp < KEY_WARPS;
-#pragma unroll
-    for (int i = 0; i < PER_THREAD; i++) {
-        const u32 d = has_keys ? tid + i * KEY_THREADS : tid - KEY_THREADS;
-        const bool value = !has_keys && i == 0 && d < COLUMNS, key = has_keys && d < DK;
-        first[i].load(has_keys ? key_head * DK + d : 2 * KEY_HEADS * DK + head * DV + part * COLUMNS + d, key || value, conv_in, conv_weights);
-        second[i].load(KEY_HEADS * DK + key_head * DK + d, key, conv_in, conv_weights);
+    __device__ __forceinline__ float* conv(const Segment& segment, u32 parity) const {
+        return convs + segment.slot * conv_stride + parity * (u64)(PAST * CHANNELS);
     }
-    const float rate = -expf(__ldg(a_log + head)), bias = __ldg(dt_bias + head);
-    if (tid < COLUMNS) gains[tid] = __ldg(norm + part * COLUMNS + tid);
-    if (DK % WARPS != 0 && tid < WARPS * ROWS - DK) q[0][DK + tid] = q[1][DK + tid] = k[0][DK + tid] = k[1][DK + tid] = 0;
-    wait_for_inputs();
+};
 
-    for (u32 r = 0; r < segment.rows; r++) {
-        const u64 row = segment.first + r;
-        const float* u = projected + row * PROJECTED;
-        const u32 buffer = r & 1;
-        const float b = __ldcg(u + CHANNELS + VALUE_HEADS * DV + head);
-        const float a = __ldcg(u + CHANNELS + VALUE_HEADS * DV + VALUE_HEADS + head);
-        if (has_keys) {
-            float qq = 0, kk = 0, qk = 0;
-#pragma unroll
-            for (int i = 0; i < PER_THREAD; i++) {
-                if (!first[i].active) continue;
-                const float x = first[i].step(__ldcg(u + first[i].index)), y = second[i].step(__ldcg(u + second[i].index));
-                q[buffer][tid + i * KEY_THREADS] = x;
-                k[buffer][tid + i * KEY_THREADS] = y;
-                qq = fmaf(x, x, qq);
-                kk = fmaf(y, y, kk);
-                qk = fmaf(x, y, qk);
-            }
-            qq = warp_sum(qq);
-            kk = warp_sum(kk);
-            qk = warp_sum(qk);
-            if (lane == 0) {
-                sums[buffer][0][warp] = qq;
-                sums[buffer][1][warp] = kk;
-                sums[buffer][2][warp] = qk;
-            }
-        } else if (first[0].active) {
-            const float z = __ldcg(u + CHANNELS + head * DV + part * COLUMNS + tid - KEY_THREADS);
-            values[buffer][tid - KEY_THREADS] = first[0].step(__ldcg(u + first[0].index));
-            gates[buffer][tid - KEY_THREADS] = silu(z);
-        }
-        __syncthreads();
+// Columns of a value head of a segment.
+struct Item {
+    Segment segment;
+    u32 head, part;
+};
+
+// Where a key's value of a row of the state is: each quarter of them begins four banks behind the one before it.
+__device__ __forceinline__ constexpr u32 key_place(u32 row) { return row + row / (DK / 4) * 4; }
+
+// What a row of a segment brings to a head.
+template <int COLUMNS> struct __align__(16) Inputs {
+    float q[DK + 16], k[DK + 16];
+    float values[COLUMNS], gates[COLUMNS];  // v, and SiLU(z)
+    float sums[3][KEY_WARPS];               // parts of q q, k k and q k
+    float alpha, beta;
+    __device__ __forceinline__ Gates head_gates() const {
         float n[3];
 #pragma unroll
-        for (int i = 0; i < 3; i++) n[i] = (sums[buffer][i][0] + sums[buffer][i][1]) + (sums[buffer][i][2] + sums[buffer][i][3]);
-        const Gates g = delta_gates(n[0], n[1], n[2], a, b, rate, bias);
-        // S^T k and S^T q of the state before its decay.
-        float sk[C], sq[C];
+        for (int i = 0; i < 3; i++) n[i] = (sums[i][0] + sums[i][1]) + (sums[i][2] + sums[i][3]);
+        return Gates{delta_q_scale(n[0]), delta_k_scale(n[1]), alpha, beta, n[2]};
+    }
+};
+
+// A thread that makes inputs: it has channels of q and k, of v, or of all three (TOGETHER).
+template <int COLUMNS, bool TOGETHER> struct Maker {
+    const Delta& d;
+    u32 tid, column;  // column: of v
+    bool has_keys, has_value;
+    Channel q[PER_THREAD], k[PER_THREAD], v;
+    float rate, bias;  // of the decay
+    // What the projection has for this thread in the next row: inputs of its channels, and of the gates.
+    float next_q[PER_THREAD], next_k[PER_THREAD], next_v, z, a, b;
+    __device__ __forceinline__ Maker(const Delta& d, u32 tid)
+        : d(d), tid(tid), column(TOGETHER ? tid : tid - KEY_THREADS), has_keys(TOGETHER || tid < KEY_THREADS), has_value(column < COLUMNS) {}
+    // Asks for what an item needs besides its rows. It was written by earlier steps or never: the first item's may come before the wait.
+    __device__ __forceinline__ void load(const Item& item) {
+        const float* conv = d.conv(item.segment, item.segment.parity);
+        const u32 key = item.head / (VALUE_HEADS / KEY_HEADS) * DK + tid;
 #pragma unroll
-        for (int c = 0; c < C; c++) sk[c] = sq[c] = 0;
+        for (int i = 0; i < PER_THREAD; i++) {
+            const bool is = has_keys && tid + i * KEY_THREADS < DK;
+            q[i].load(key + i * KEY_THREADS, is, conv, d.conv_weights);
+            k[i].load(KEY_HEADS * DK + key + i * KEY_THREADS, is, conv, d.conv_weights);
+        }
+        v.load(2 * KEY_HEADS * DK + item.head * DV + item.part * COLUMNS + column, has_value, conv, d.conv_weights);
+        rate = __ldg(d.a_log + item.head);
+        bias = __ldg(d.dt_bias + item.head);
+    }
+    // Asks for a row.
+    __device__ __forceinline__ void load_row(const Item& item, u32 row) {
+        const float* from = d.projected + (u64)row * PROJECTED;
 #pragma unroll
-        for (int i = 0; i < ROWS; i++) {
-            const float ki = k[buffer][warp * ROWS + i], qi = q[buffer][warp * ROWS + i];
+        for (int i = 0; i < PER_THREAD; i++) {
+            if (!q[i].active) continue;
+            next_q[i] = __ldcg(from + q[i].index);
+            next_k[i] = __ldcg(from + k[i].index);
+        }
+        if (!has_value) return;
+        next_v = __ldcg(from + v.index);
+        from += CHANNELS;
+        z = __ldcg(from + item.head * DV + item.part * COLUMNS + column);
+        from += VALUE_HEADS * DV + item.head;
+        b = __ldcg(from);
+        a = __ldcg(from + VALUE_HEADS);
+    }
+    // Where the next step finds the last inputs.
+    __device__ __forceinline__ void store(const Item& item) const {
+        float* conv = d.conv(item.segment, 1 - item.segment.parity);
+        v.store(conv);
+        // Those that share channels of q and k would write the same: one of them does.
+        if (item.part != 0 || item.head % (VALUE_HEADS / KEY_HEADS) != 0) return;
 #pragma unroll
-            for (int c = 0; c < C; c++) {
-                sk[c] = fmaf(s[i][c], ki, sk[c]);
-                sq[c] = fmaf(s[i][c], qi, sq[c]);
+        for (int i = 0; i < PER_THREAD; i++) {
+            q[i].store(conv);
+            k[i].store(conv);
+        }
+    }
+    // Convolution and gates of the row that was asked for.
+    __device__ __forceinline__ void make(Inputs<COLUMNS>& row) {
+        if (has_keys) {
+            float sums[3] = {0, 0, 0};
+#pragma unroll
+            for (int i = 0; i < PER_THREAD; i++) {
+                if (!q[i].active) continue;
+                const float x = q[i].step(next_q[i]), y = k[i].step(next_k[i]);
+                row.q[key_place(tid + i * KEY_THREADS)] = x;
+                row.k[key_place(tid + i * KEY_THREADS)] = y;
+                sums[0] = fmaf(x, x, sums[0]);
+                sums[1] = fmaf(y, y, sums[1]);
+                sums[2] = fmaf(x, y, sums[2]);
+            }
+#pragma unroll
+            for (int i = 0; i < 3; i++) {
+                sums[i] = warp_sum(sums[i]);
+                if (tid % 32 == 0) row.sums[i][tid / 32] = sums[i];
             }
         }
-        store_some<C>(&columns[buffer][0][warp][lane * C], sk);
-        store_some<C>(&columns[buffer][1][warp][lane * C], sq);
+        if (!has_value) return;
+        row.values[column] = v.step(next_v);
+        row.gates[column] = silu(z);
+        if (column == 0) {
+            row.alpha = delta_alpha(delta_softplus(a, bias), -expf(rate));
+            row.beta = sigmoid(b);
+        }
+    }
+};
+
+// Grid: 32 columns of a head each.
+extern "C" __global__ void __launch_bounds__(THREADS, 2) delta_1(Delta d) {
+    __shared__ Inputs<32> rows[2];  // take turns: warps may be a row apart
+    __shared__ float parts[2][WARPS][32];  // of S^T k and S^T q
+    launch_dependents();
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.x / VALUE_SPLIT;
+    const Item item{d.segments[head / VALUE_HEADS], head % VALUE_HEADS, blockIdx.x % VALUE_SPLIT};
+    const Segment& segment = item.segment;
+    float* home = d.state(segment, item.head) + warp * ROWS * DV + item.part * 32 + lane;
+    float state[ROWS];
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) state[i] = __ldcg(home + i * DV);
+    Maker<32, false> maker(d, threadIdx.x);
+    maker.load(item);
+    const float gain = __ldg(d.norm + item.part * 32 + lane);
+    wait_for_inputs();
+    maker.load_row(item, segment.first);
+#pragma unroll 1
+    for (u32 r = 0; r < segment.rows; r++) {
+        Inputs<32>& row = rows[r & 1];
+        maker.make(row);
+        if (r + 1 < segment.rows) maker.load_row(item, segment.first + r + 1);
         __syncthreads();
-        float v[C], o[C], step[C];
-        sum_of_parts<C>(columns[buffer][0], lane, sk);
-        read_some<C>(&values[buffer][lane * C], v);
-        compiler_fence();  // registers do not suffice for both sums' parts at a time
-        sum_of_parts<C>(columns[buffer][1], lane, sq);
-#pragma unroll
-        for (int c = 0; c < C; c++) {
-            delta_column(g, sk[c], sq[c], v[c], o[c], step[c]);
-        }
+        // S^T k and S^T q of the state before its decay.
+        const float *q = row.q + key_place(warp * ROWS), *k = row.k + key_place(warp * ROWS);
+        float sk = 0, sq = 0, o, step;
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
-            const float ki = k[buffer][warp * ROWS + i];
-#pragma unroll
-            for (int c = 0; c < C; c++) s[i][c] = delta_state(g.alpha, s[i][c], ki, step[c]);
+            sk = fmaf(state[i], k[i], sk);
+            sq = fmaf(state[i], q[i], sq);
         }
-        if (warp == 0) {
-            float out[C], square[C], gain[C], gate[C];
-            read_some<C>(&gains[lane * C], gain);
-            read_some<C>(&gates[buffer][lane * C], gate);
+        parts[0][warp][lane] = sk;
+        parts[1][warp][lane] = sq;
+        __syncthreads();
+        const Gates g = row.head_gates();
+        sk = sum_of<WARPS>([&](int w) { return parts[0][w][lane]; });
+        sq = sum_of<WARPS>([&](int w) { return parts[1][w][lane]; });
+        delta_column(g, sk, sq, row.values[lane], o, step);
 #pragma unroll
-            for (int c = 0; c < C; c++) {
-                out[c] = o[c] * gain[c] * gate[c];
-                square[c] = __fmul_rn(o[c], o[c]);
-            }
-            const float sum = sum_of_columns<C>(square);
-#if __CUDA_ARCH__ >= 900  // only wide.cu takes columns
-            if constexpr (COLUMNS == DV && C == 4) {
-                if (to.records) {
-                    put_head(row, head, out, sum, to, lane);
-                    continue;
-                }
-            }
-#endif
-            store_some<C>(gated + row * (VALUE_HEADS * DV) + head * DV + column, out);
-            if (lane % (32 / C) == 0) squares[(row * VALUE_HEADS + head) * VALUE_SPLIT + column / 32] = sum;
-        }
+        for (int i = 0; i < ROWS; i++) state[i] = delta_state(g.alpha, state[i], k[i], step);
+        if (warp != 0) continue;
+        const u32 at = (segment.first + r) * VALUE_HEADS + item.head;
+        d.gated[(u64)at * DV + item.part * 32 + lane] = o * gain * row.gates[lane];
+        const float square = warp_sum(__fmul_rn(o, o));
+        if (lane == 0) d.squares[(u64)at * VALUE_SPLIT + item.part] = square;
     }
+    maker.store(item);
 #pragma unroll
-    for (int i = 0; i < ROWS; i++)
-        if (DK % WARPS == 0 || warp * ROWS + i < DK) store_some<C>(state + (u64)i * DV, s[i]);
-    // Blocks that share channels of q and k would write the same: one of them does.
-    const bool writes_keys = part == 0 && head % (VALUE_HEADS / KEY_HEADS) == 0;
-#pragma unroll
-    for (int i = 0; i < PER_THREAD; i++) {
-        if (has_keys ? writes_keys : i == 0) first[i].store(conv_out);
-        if (has_keys && writes_keys) second[i].store(conv_out);
-    }
+    for (int i = 0; i < ROWS; i++) home[i * DV] = state[i];
 }
 
-#define DELTA(name, columns)                                                                                                       \
-    extern "C" __global__ void __launch_bounds__(THREADS, 2) name(                                                                 \
-        const Segment* segments, const float* projected, const float* conv_weights, const float* a_log, const float* dt_bias,      \
-        const float* norm, float* states, u64 state_stride, float* convs, u64 conv_stride, float* gated, float* squares, Columns to) { \
-        delta<columns>(segments, projected, conv_weights, a_log, dt_bias, norm, states, state_stride, convs, conv_stride, gated, squares, to); \
+// A whole head's shared memory.
+struct __align__(128) Head {
+    float state[DK * DV];
+    Inputs<128> row;
+    float gains[128];
+    float out[128], squares[4];  // the row's readouts times gain and gate, and sums of the squares of 32 readouts
+};
+
+// Four consecutive values.
+__device__ __forceinline__ void read4(const float* p, float (&out)[4]) {
+    const float4 v = *(const float4*)p;
+    out[0] = v.x; out[1] = v.y; out[2] = v.z; out[3] = v.w;
+}
+__device__ __forceinline__ void write4(float* p, const float (&in)[4]) { *(float4*)p = make_float4(in[0], in[1], in[2], in[3]); }
+// Those of keys, of which an eighth need not lie at a multiple of 16 bytes.
+template <int N> __device__ __forceinline__ void read_keys(const float* p, float (&out)[N]) {
+    if constexpr (N == 4) read4(p, out);
+    else out[0] = p[0];
+}
+constexpr int KEYS = ROWS % 4 == 0 ? 4 : 1;  // that are read together
+
+// The sum of squares of 32 columns, of which each of eight lanes has four: as `warp_sum` adds them up where every lane has one.
+__device__ __forceinline__ float square_sum(const float (&o)[4]) {
+    float x[4];
+#pragma unroll
+    for (int c = 0; c < 4; c++) x[c] = __fmul_rn(o[c], o[c]);
+#pragma unroll
+    for (int n = 4; n; n >>= 1)
+#pragma unroll
+        for (int c = 0; c < 4; c++) x[c] += __shfl_xor_sync(FULL, x[c], n);
+    return (x[0] + x[2]) + (x[1] + x[3]);
+}
+
+// A thread of a whole head: columns `column` to `column` + 3 of a quarter of a state's rows.
+struct Worker {
+    u32 lane, quarter, column;
+    __device__ __forceinline__ explicit Worker(u32 tid) : lane(tid % 32), quarter(lane / 8), column(tid / 32 * 32 + lane % 8 * 4) {}
+    // Asks for this thread's part of a state.
+    __device__ __forceinline__ void bring(const float* from, float* state) const {
+#pragma unroll 8
+        for (u32 i = quarter * 2 * ROWS; i < (quarter + 1) * 2 * ROWS; i++) copy16(state + i * DV + column, from + i * DV + column, true);
     }
-DELTA(delta_1, 1)
-#if DV % 128 == 0
-DELTA(delta_4, 4)
-#else
-DELTA(delta_4, 1)
+    // What a row reads out and what each key adds to the state, of the state before its decay.
+    __device__ __forceinline__ void read(const Inputs<128>& row, const Gates& g, const float* state, float (&o)[4], float (&step)[4]) const {
+        float sk[2][4] = {}, sq[2][4] = {};  // of the two eighths of the rows
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+#pragma unroll
+            for (int i = 0; i < ROWS; i += KEYS) {
+                const u32 first = (quarter * 2 + h) * ROWS + i;
+                float k[KEYS], q[KEYS];
+                read_keys(row.k + first + quarter * 4, k);
+                read_keys(row.q + first + quarter * 4, q);
+#pragma unroll
+                for (int j = 0; j < KEYS; j++) {
+                    float s[4];
+                    read4(state + (first + j) * DV + column, s);
+#pragma unroll
+                    for (int c = 0; c < 4; c++) {
+                        sk[h][c] = fmaf(s[c], k[j], sk[h][c]);
+                        sq[h][c] = fmaf(s[c], q[j], sq[h][c]);
+                    }
+                }
+            }
+        float v[4];
+        read4(row.values + column, v);
+        // The tree of `sum_of`.
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            float k = sk[0][c] + sk[1][c], q = sq[0][c] + sq[1][c];
+#pragma unroll
+            for (int n = 8; n <= 16; n *= 2) {
+                k += __shfl_xor_sync(FULL, k, n);
+                q += __shfl_xor_sync(FULL, q, n);
+            }
+            delta_column(g, k, q, v[c], o[c], step[c]);
+        }
+    }
+    // The state behind the row, which may go elsewhere.
+    __device__ __forceinline__ void update(const Inputs<128>& row, float alpha, const float (&step)[4], const float* state, float* to) const {
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+#pragma unroll
+            for (int i = 0; i < ROWS; i += KEYS) {
+                const u32 first = (quarter * 2 + h) * ROWS + i;
+                float k[KEYS];
+                read_keys(row.k + first + quarter * 4, k);
+#pragma unroll
+                for (int j = 0; j < KEYS; j++) {
+                    const u32 at = (first + j) * DV + column;
+                    float s[4];
+                    read4(state + at, s);
+#pragma unroll
+                    for (int c = 0; c < 4; c++) s[c] = delta_state(alpha, s[c], k[j], step[c]);
+                    write4(to + at, s);
+                }
+            }
+    }
+    // Leaves readouts for `put`.
+    __device__ __forceinline__ void leave(Head& head, const float (&o)[4]) const {
+        float out[4], gain[4], gate[4];
+        read4(head.gains + column, gain);
+        read4(head.row.gates + column, gate);
+#pragma unroll
+        for (int c = 0; c < 4; c++) out[c] = o[c] * gain[c] * gate[c];
+        const float square = square_sum(o);
+        if (quarter == 0) write4(head.out + column, out);
+        if (lane == 0) head.squares[column / 32] = square;
+    }
+};
+
+// A head's readouts of a row, by one warp.
+__device__ __forceinline__ void put(const Delta& d, u32 row, u32 head, const Head& made, u32 lane) {
+    float out[4];
+    read4(made.out + lane * 4, out);
+    if (d.to.records) {
+        put_head(row, head, out, made.squares, d.to, lane);
+        return;
+    }
+    const u64 at = (u64)row * VALUE_HEADS + head;
+    write4(d.gated + at * DV + lane * 4, out);
+    if (lane < VALUE_SPLIT) d.squares[at * VALUE_SPLIT + lane] = made.squares[lane];
+}
+
+// Grid: whole heads, of 128 columns.
+extern "C" __global__ void __launch_bounds__(KEY_THREADS, 3) delta_4(Delta d) {
+#if DV == 128
+    Head& own = *(Head*)(u8*)shared;
+    launch_dependents();
+    const u32 warp = threadIdx.x / 32;
+    const Item item{d.segments[blockIdx.x / VALUE_HEADS], blockIdx.x % VALUE_HEADS, 0};
+    const Segment& segment = item.segment;
+    float* home = d.state(segment, item.head);
+    const Worker worker(threadIdx.x);
+    worker.bring(home, own.state);
+    Maker<128, true> maker(d, threadIdx.x);
+    maker.load(item);
+    own.gains[threadIdx.x] = __ldg(d.norm + threadIdx.x);
+    wait_for_inputs();
+    maker.load_row(item, segment.first);
+#pragma unroll 1
+    for (u32 r = 0; r < segment.rows; r++) {
+        const bool last = r + 1 == segment.rows;
+        maker.make(own.row);
+        if (!last) maker.load_row(item, segment.first + r + 1);
+        __syncthreads();
+        const Gates g = own.row.head_gates();
+        if (r == 0) await_copies();
+        float o[4], step[4];
+        worker.read(own.row, g, own.state, o, step);
+        // As a number: else there would be a branch for each store.
+        worker.update(own.row, g.alpha, step, own.state, (float*)(last ? (u64)home : (u64)own.state));
+        worker.leave(own, o);
+        __syncthreads();
+        if (warp == r % KEY_WARPS) put(d, segment.first + r, item.head, own, worker.lane);
+    }
+    maker.store(item);
 #endif
+}

@@ -16,7 +16,7 @@ use crate::state::{self, State};
 use crate::step::{Layout, Plan};
 use crate::token::Token;
 use crate::weights::{DeviceWeights, Random};
-use crate::{LoadError, Options, check_shapes, cluster, wide};
+use crate::{LoadError, Options, check_shapes, cluster, gdn, wide};
 
 /// Where weights come from.
 pub(crate) enum Source<'a> {
@@ -76,6 +76,7 @@ impl Device {
         } else {
             let mut shared = vec![("flash", needed)];
             shared.push(("token", context.shared_memory));
+            shared.extend(gdn::shared(&config.gdn, &context));
             shared.extend(group::shared(&context, &config));
             shared.extend(cluster::shared(&context));
             shared.extend(wide::shared(&context));

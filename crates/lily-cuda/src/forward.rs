@@ -22,8 +22,9 @@ pub const THREADS: u32 = 256;
 const SPLITS: u32 = 64;
 /// Rows times splits in a step of many.
 pub const SPLIT_ROWS: u32 = 2048;
-/// Blocks of flash attention in a step of several rows, about.
-const FLASH_BLOCKS: u32 = 512;
+/// Blocks of flash attention in a step of several rows, about: two for each multiprocessor, one behind the other. More are better balanced,
+/// but in a short context most only begin and end.
+const FLASH_BLOCKS: u32 = 264;
 /// Pairs in a piece of an expert's work, as `GROUP` of `kernels/state.cu`.
 const GROUP: u32 = 16;
 /// Warps of a block of `combine` and of `add_experts`, as there.
@@ -270,35 +271,6 @@ impl Device {
         args.u64(if matches!(p.input, Input::Norm(_)) { b.scale.address() } else { 0 });
         args.u64(p.y.address()).u32(rows).u32(w.rows).u32(u32::from(p.add)).moves(w.tiles.bytes() as u64);
         self.launch(name, [blocks.div_ceil(r), rows.div_ceil(tokens), 1], &mut args)
-    }
-
-    /// Convolution and delta rule of layer `index` of its kind. Says whether it leaves columns for the product with `output`.
-    fn delta(
-        &self,
-        vectors: &[Buffer; 4],
-        index: u64,
-        plan: &Plan,
-        output: &DeviceMatrix,
-    ) -> Result<bool, DriverError> {
-        let (b, s, g, segments) = (&self.buffers, &self.state, &self.config.gdn, plan.segments as u32);
-        let [segment_table, ..] = self.parts();
-        let [conv, a_log, dt_bias, norm] = vectors.each_ref().map(Buffer::address);
-        let states = s.recurrent.address() + index * 4 * g.state_len() as u64;
-        let convs = s.conv.address() + index * 2 * 4 * g.conv_state_len() as u64;
-        let mut args = Args::new();
-        args.u64(segment_table).u64(b.projected.address()).u64(conv).u64(a_log).u64(dt_bias).u64(norm);
-        args.u64(states).u64(s.sizes.recurrent as u64 / 4).u64(convs).u64(s.sizes.conv as u64 / 4);
-        args.u64(b.mixed.address()).u64(b.squares.address());
-        // Few sequences are spread over many blocks; for many, a block does once what its columns have in common.
-        let (name, columns) =
-            if segments >= 4 && g.value_dim % 128 == 0 { ("delta_4", 128) } else { ("delta_1", 32) };
-        // Whole heads have their norm.
-        let ready = name == "delta_4" && g.value_dim == columns;
-        args.words(&if ready { self.columns_of(output, plan.rows as u32) } else { [0; 2] });
-        let states = u64::from(segments) * 2 * 4 * (g.state_len() + g.conv_state_len()) as u64;
-        args.moves(states + vectors.iter().map(|v| v.bytes() as u64).sum::<u64>());
-        self.launch(name, [(g.value_width() / columns) as u32, segments, 1], &mut args)?;
-        Ok(ready)
     }
 
     /// From projections to gated attention, layer `index` of its kind, as the product with `output` takes it.

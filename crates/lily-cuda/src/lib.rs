@@ -14,6 +14,7 @@ pub mod device;
 pub mod driver;
 mod export;
 pub mod forward;
+pub mod gdn;
 pub mod group;
 pub mod kernels;
 pub mod pack;

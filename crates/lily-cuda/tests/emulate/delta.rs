@@ -1,5 +1,7 @@
 //! The delta rule of kernels/gdn.cu against the same in f64 (docs/model-spec.md, section 3).
 
+use lily_cuda::driver::Context;
+use lily_cuda::gdn;
 use lily_model::config::{Config, GdnConfig};
 
 use crate::common::random::{self, Numbers};
@@ -35,8 +37,17 @@ fn place(segment: usize) -> (usize, usize) {
 }
 const SLOTS: usize = 5;
 
-/// Runs `delta_1` or `delta_4` (32 or 128 columns a block) for segments of `rows` rows.
-pub fn run(e: &Emulator, c: &Config, columns: usize, rows: &[usize], seed: u64) -> Result<(), String> {
+/// A kernel.
+#[derive(Clone, Copy, Debug)]
+pub enum Kernel {
+    /// `delta_1`: 32 columns of a head each.
+    Columns,
+    /// `delta_4`: whole heads.
+    Heads,
+}
+
+/// Runs a kernel for segments of `rows` rows.
+pub fn run(e: &Emulator, c: &Config, kernel: Kernel, rows: &[usize], seed: u64) -> Result<(), String> {
     let (g, mut numbers, all) = (&c.gdn, Numbers(seed), rows.iter().sum::<usize>());
     let (value, past) = (g.value_width(), g.conv_kernel - 1);
     let channels = 2 * g.key_heads * g.key_dim + value;
@@ -77,9 +88,16 @@ pub fn run(e: &Emulator, c: &Config, columns: usize, rows: &[usize], seed: u64) 
         0,
         0,
     ]);
-    let grid = [(value / columns) as u32, rows.len() as u32];
-    let name = if columns == 32 { "delta_1" } else { "delta_4" };
-    e.launch(name, Shape { grid, threads: THREADS, cluster: 1, together: 4, shared: 0 }, &arguments, seed)?;
+    let heads = (g.value_heads * rows.len()) as u32;
+    let shape = Shape { grid: [heads * 4, 1], threads: THREADS, cluster: 1, together: 4, shared: 0 };
+    let (name, shape) = match kernel {
+        Kernel::Columns => ("delta_1", shape),
+        Kernel::Heads => {
+            let shared = gdn::shared_memory(g, &Context::h200()).unwrap();
+            ("delta_4", Shape { grid: [heads, 1], threads: 128, shared, ..shape })
+        }
+    };
+    e.launch(name, shape, &arguments, seed)?;
     let expected = inputs.expected(c);
     let got = [gated.floats(), squares.floats(), states.floats(), convs.floats()];
     for ((what, got), expected) in ["gated", "squares", "states", "convs"].into_iter().zip(got).zip(expected)

@@ -209,6 +209,11 @@ inline void wait_for_inputs() {}
 
 void copy16(void* to, const void* from, bool real);
 void await_copies();
+void commit_copies();
+namespace emu {
+void await_groups(u32 after);
+}
+template <int AFTER> void await_groups() { emu::await_groups(AFTER); }
 
 template <int N> void named_sync(u32 barrier) { emu::barrier(barrier, N, true); }
 template <int N> void named_arrive(u32 barrier) { emu::barrier(barrier, N, false); }
