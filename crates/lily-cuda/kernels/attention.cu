@@ -149,7 +149,7 @@ __device__ __forceinline__ bool flash_split(const Row& row, u32 slot, u32 split,
                 }
             }
         }
-        asm volatile("cp.async.commit_group;" ::: "memory");
+        commit_copies();
     };
     fetch(begin);
     const float* q = queries + ((u64)blockIdx.z * HEADS + kv_head * RATIO) * HEAD_DIM;
@@ -177,7 +177,7 @@ __device__ __forceinline__ bool flash_split(const Row& row, u32 slot, u32 split,
     float top = -INFINITY, sum = 0;
     for (u32 page = begin; page < end; page++) {
         fetch(page + 1);
-        asm volatile("cp.async.wait_group 1;" ::: "memory");
+        await_groups<1>();
         __syncthreads();
         const u8* k_tile = stages + page % FLASH_STAGES * (2 * PAGE_BYTES);
         const u8* v_tile = k_tile + PAGE_BYTES;

@@ -59,10 +59,12 @@ template <bool ONCE = true> __device__ __forceinline__ void bulk_copy(void* to, 
                  ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(bar)), "l"(policy) : "memory");
 #endif
 }
-// Into the L2 cache only.
+// Into the L2 cache only, to stay there until it is read.
 __device__ __forceinline__ void bulk_prefetch(const void* from, u32 bytes) {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(from), "r"(bytes), "l"(policy) : "memory");
 #endif
 }
 
@@ -124,10 +126,11 @@ __device__ __forceinline__ void send_peer(u32 address, const float4& x, u32 bar)
 #endif
 
 #if HAS_WARPGROUPS
-// A matrix in shared memory as `record_bytes` says, from block row `c` on, for products of two block rows.
-template <int T> __device__ __forceinline__ u64 descriptor(const u8* record, u32 c) {
-    const u32 at = shared_address(record) + c * (T * 32);
-    return (u64)(at >> 4 & 0x3fff) | (u64)(T * 32 >> 4) << 16 | (u64)(128 >> 4) << 32;
+// A matrix in shared memory as `record_bytes` says, that begins `offset` behind `p`, for products of two block rows. Of an address only the
+// low bits count: those above are the block's rank in its cluster.
+template <int T> __device__ __forceinline__ u64 descriptor(const u8* p, u32 offset) {
+    const u32 low = (shared_address(p) >> 4 & 0x3fff | (T * 32 >> 4) << 16) + (offset >> 4);
+    return (u64)(128 >> 4) << 32 | low;
 }
 // Starts a warpgroup's products of a tile a warp, whose codes are `a`, with a record; c is what they are when they have ended.
 __device__ __forceinline__ void start_products(int (&c)[8], const u32 (&a)[8], u64 first, u64 second) {
@@ -139,6 +142,19 @@ __device__ __forceinline__ void start_products(int (&c)[8], const u32 (&a)[8], u
                  "wgmma.mma_async.sync.aligned.m64n16k32.s32.u8.s8 {%0,%1,%2,%3,"
                  "%4,%5,%6,%7}, {%12,%13,%14,%15}, %17, p;}"
                  : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3]), "=r"(c[4]), "=r"(c[5]), "=r"(c[6]), "=r"(c[7])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[4]), "r"(a[5]), "r"(a[6]), "r"(a[7]), "l"(first), "l"(second)
+                 : "memory");
+}
+__device__ __forceinline__ void start_products(int (&c)[16], const u32 (&a)[8], u64 first, u64 second) {
+    asm volatile("{.reg .pred p;\n"
+                 "setp.ne.u32 p, 0, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n32k32.s32.u8.s8 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, "
+                 "{%16,%17,%18,%19}, %24, p;\n"
+                 "setp.eq.u32 p, 0, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n32k32.s32.u8.s8 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, "
+                 "{%20,%21,%22,%23}, %25, p;}"
+                 : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3]), "=r"(c[4]), "=r"(c[5]), "=r"(c[6]), "=r"(c[7]), "=r"(c[8]),
+                   "=r"(c[9]), "=r"(c[10]), "=r"(c[11]), "=r"(c[12]), "=r"(c[13]), "=r"(c[14]), "=r"(c[15])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[4]), "r"(a[5]), "r"(a[6]), "r"(a[7]), "l"(first), "l"(second)
                  : "memory");
 }

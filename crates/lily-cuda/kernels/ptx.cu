@@ -60,6 +60,10 @@ __device__ __forceinline__ void copy16(void* to, const void* from, bool real) {
 }
 // Waits for all of this thread.
 __device__ __forceinline__ void await_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// This thread's copies since the last group are one.
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until only AFTER groups of this thread are on their way.
+template <int AFTER> __device__ __forceinline__ void await_groups() { asm volatile("cp.async.wait_group %0;" ::"n"(AFTER) : "memory"); }
 
 // The hardware's barriers, 0 of which is that of __syncthreads: the threads that come to one are N, those that arrive go on.
 template <int N> __device__ __forceinline__ void named_sync(u32 barrier) {

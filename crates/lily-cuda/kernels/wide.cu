@@ -1,5 +1,5 @@
 // y = W f(x) for several tokens, from 4-bit weights, by the tensor cores' products of warpgroups: 64 rows of W with the digits of
-// 8 or 32 tokens. A cluster of C blocks has the same rows; block r has the r-th part of every row's inputs, and its two
+// 8, 16 or 32 tokens. A cluster of C blocks has the same rows; block r has the r-th part of every row's inputs, and its two
 // warpgroups half of that each. What they get is sent to the block of the cluster that adds it up. Needs compute capability 9.0.
 
 extern __shared__ __align__(128) u8 shared[];
@@ -16,6 +16,9 @@ extern __shared__ __align__(128) u8 shared[];
 #define IN_CLUSTERS(c)
 #endif
 
+// Tokens whose inputs are in a record together, for kernels that take so many at once.
+__device__ __forceinline__ constexpr u32 tokens_of_record(u32 tokens) { return tokens <= 8 ? 8 : 32; }
+
 // What a product is, beside its weights.
 struct Wide {
     const u8* columns;     // inputs: records
@@ -26,16 +29,16 @@ struct Wide {
     u32 stages;            // units in shared memory
 };
 
-// Products of a warp's tile with the digits of a record: c is what they are once they have ended. All warps of a warpgroup call it.
-template <int T> __device__ __forceinline__ void start_tile(const Tile<Q4>& w, const u8* record, int lane, int (&c)[T]) {
+// Products of a warp's tile with the digits of one of several records: c is what they are once they have ended. All warps of a warpgroup call it.
+template <int T> __device__ __forceinline__ void start_tile(const Tile<Q4>& w, const u8* records, int index, int lane, int (&c)[T]) {
     const uint4 q = w.codes;
 #if HAS_WARPGROUPS
     const u32 a[8] = {even_codes(q.x), even_codes(q.z), odd_codes(q.x), odd_codes(q.z), even_codes(q.y), even_codes(q.w), odd_codes(q.y), odd_codes(q.w)};
     begin_products();
-    start_products(c, a, descriptor<T>(record, 0), descriptor<T>(record, 2));
+    start_products(c, a, descriptor<T>(records, index * record_bytes(T)), descriptor<T>(records, index * record_bytes(T) + T * 64));
     commit_products();
 #else
-    const u32* b = (const u32*)record + lane;
+    const u32* b = (const u32*)(records + index * record_bytes(T)) + lane;
 #pragma unroll
     for (int n = 0; n < T / 4; n++) {
         int sums[4] = {0, 0, 0, 0};
@@ -60,12 +63,12 @@ __device__ __forceinline__ void add_tiles(const u8* tiles, const u8* record, int
     Tile<Q4> w[2];
     int c[2][T];
     w[0] = load_tile<Q4>(tiles, lane);
-    start_tile<T>(w[0], record, lane, c[0]);
+    start_tile<T>(w[0], record, 0, lane, c[0]);
 #pragma unroll
     for (int r = 0; r < R; r++) {
         if (r + 1 < R) {
             w[(r + 1) & 1] = load_tile<Q4>(tiles + (r + 1) * tile_bytes<Q4>(), lane);
-            start_tile<T>(w[(r + 1) & 1], record + (r + 1) * record_bytes(T), lane, c[(r + 1) & 1]);
+            start_tile<T>(w[(r + 1) & 1], record, r + 1, lane, c[(r + 1) & 1]);
             end_tile<1, T>(c[r & 1]);
         } else {
             end_tile<0, T>(c[r & 1]);
@@ -80,15 +83,16 @@ __device__ __forceinline__ void add_tiles(const u8* tiles, const u8* record, int
     }
 }
 
-// A warp's rows times a part of the inputs, which is N eighths from tile `from` of the matrix on.
-template <int N, int T>
-__device__ __forceinline__ void multiply_part(const u8* tiles, const u8* records, u32 eighth, u32 k_tiles, int lane, float (&total)[T / 4][2]) {
+// A warp's rows times a part of the inputs, which is N eighths from tile `from` of the matrix on. await: waits for the inputs of one.
+template <int N, int T, class Await>
+__device__ __forceinline__ void multiply_part(const u8* tiles, const u8* records, u32 eighth, u32 k_tiles, int lane, float (&total)[T / 4][2], Await await) {
     const u32 from = first_tile(eighth, k_tiles);
 #pragma unroll 1
     for (int e = 0; e < N; e++) {
         float sum[T / 4][2] = {};
         const u32 until = first_tile(eighth + e + 1, k_tiles);
         u32 k = first_tile(eighth + e, k_tiles);
+        await(e);
 #pragma unroll 1
         for (; k + 4 <= until; k += 4) add_tiles<4, T>(tiles + (k - from) * tile_bytes<Q4>(), records + (k - from) * record_bytes(T), lane, sum);
 #pragma unroll 1
@@ -169,12 +173,26 @@ template <int T, int C> struct Part {
         __syncwarp();
         cluster_wait();
     }
-    // Asks for the inputs, each warpgroup's part apart. Many come by all threads, beside the bulk copies of weights and not behind them.
+    // Byte i of this block's records, in those of all tokens of a group.
+    __device__ __forceinline__ u32 place_of(u32 i) const {
+        constexpr u32 ALL = tokens_of_record(T), BLOCK = T * 32;  // of 16 inputs
+        const u32 part = blockIdx.y % (ALL / T), tile = i / RECORD, at = i % RECORD, units = T * 128;
+        const u32 to = at < units ? at / BLOCK * (ALL * 32) + part * BLOCK + at % BLOCK : ALL * 128 + part * (T * 8) + at - units;
+        return tile * record_bytes(ALL) + to;
+    }
+    // Asks for the inputs, each warpgroup's part apart. Many come by all threads, beside the bulk copies of weights and not behind them, an
+    // eighth after another.
     __device__ __forceinline__ void bring_inputs(u8* records, u64* inputs) const {
-        const u8* from = o.columns + ((u64)blockIdx.y * w.k_tiles + first) * RECORD;
+        constexpr u32 ALL = tokens_of_record(T);
+        const u8* from = o.columns + ((u64)(blockIdx.y / (ALL / T)) * w.k_tiles + first) * record_bytes(ALL);
         if constexpr (T > 8) {
-            const u32 group = threadIdx.x / 128, tile = group ? middle - first : 0, bytes = (group ? last - middle : middle - first) * RECORD;
-            for (u32 i = threadIdx.x % 128 * 16; i < bytes; i += 128 * 16) copy16(records + tile * RECORD + i, from + tile * RECORD + i, true);
+            const u32 group = threadIdx.x / 128;
+#pragma unroll
+            for (u32 e = group * EIGHTHS; e < (group + 1) * EIGHTHS; e++) {
+                const u32 begin = (first_tile(eighth + e, w.k_tiles) - first) * RECORD, end = (first_tile(eighth + e + 1, w.k_tiles) - first) * RECORD;
+                for (u32 i = begin + threadIdx.x % 128 * 16; i < end; i += 128 * 16) copy16(records + i, from + place_of(i), true);
+                commit_copies();
+            }
         } else if (threadIdx.x == 0) {
             auto bring = [&](u32 begin, u32 end, u64* bar) {
                 barrier_expect(bar, (end - begin) * RECORD);
@@ -184,12 +202,15 @@ template <int T, int C> struct Part {
             bring(middle, last, &inputs[1]);
         }
     }
-    __device__ __forceinline__ void await_inputs(u32 group, u64* inputs) const {
+    // Of a warpgroup's e-th eighth.
+    __device__ __forceinline__ void await_inputs(u32 group, u32 e, u64* inputs) const {
         if constexpr (T > 8) {
-            await_copies();
+            static_assert(EIGHTHS <= 2, "groups of copies");
+            if (e + 1 < EIGHTHS) await_groups<1>();
+            else await_groups<0>();
             proxy_fence();  // the tensor cores read them as bulk copies write
             named_sync<128>(1 + group);
-        } else {
+        } else if (e == 0) {
             barrier_wait(&inputs[group], 0);
         }
     }
@@ -252,11 +273,12 @@ template <int T, int C> __device__ __forceinline__ void wide(const Matrix& w, co
         if (own < OWN)
 #pragma unroll
             for (int j = 0; j < 4; j++) there[j] = outputs[j / 2].old(o, w, row0 + i * (UNIT * TILE_ROWS) + j % 2 * 8);
-        if (i == 0) p.await_inputs(group, inputs);
         barrier_wait(&full[i % o.stages], i / o.stages & 1);
         float total[T / 4][2];
         multiply_part<p.EIGHTHS, T>(weights + (i % o.stages * (p.most * UNIT) + member * p.most + mine) * tile_bytes<Q4>(), records + mine * p.RECORD,
-                                    p.eighth + group * p.EIGHTHS, w.k_tiles, lane, total);
+                                    p.eighth + group * p.EIGHTHS, w.k_tiles, lane, total, [&](u32 e) {
+                                        if (i == 0) p.await_inputs(group, e, inputs);
+                                    });
         // At first: all blocks of the cluster run. Then: their warps are through with the unit before.
         cluster_wait();
         const u32 bar = peer_address(shared_address(&sums[i & 1]), member % C);
@@ -277,6 +299,7 @@ template <int T, int C> __device__ __forceinline__ void wide(const Matrix& w, co
 #define WIDE(name, tokens, blocks)                                                                                                \
     extern "C" __global__ void IN_CLUSTERS(blocks) __launch_bounds__(WIDE_THREADS, tokens == 8 ? 2 : 1) name(Matrix w, Wide o) { wide<tokens, blocks>(w, o); }
 WIDE(wide_8_by_2, 8, 2)
+WIDE(wide_16_by_2, 16, 2)
 WIDE(wide_32_by_2, 32, 2)
 WIDE(wide_32_by_4, 32, 4)
 

@@ -86,6 +86,7 @@ pub const SOURCES: [Source; 11] = [
         text: include_str!("../kernels/wide.cu"),
         kernels: &[
             "wide_8_by_2",
+            "wide_16_by_2",
             "wide_32_by_2",
             "wide_32_by_4",
             "columns_plain",

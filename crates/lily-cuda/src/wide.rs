@@ -19,7 +19,7 @@ const DECLARED: u32 = 2 << 10;
 /// Compute capability that has clusters.
 const CAPABILITY: u32 = 90;
 
-/// A kernel for groups of so many tokens, by clusters of so many blocks, of which so many share a multiprocessor.
+/// A kernel for so many tokens at once, by clusters of so many blocks, of which so many share a multiprocessor.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Kernel {
     name: &'static str,
@@ -29,9 +29,10 @@ struct Kernel {
 }
 
 /// In the order in which they are preferred. Two blocks for few tokens hide each other's latencies.
-const KERNELS: [Kernel; 4] = [
+const KERNELS: [Kernel; 5] = [
     Kernel { name: "wide_8_by_2", tokens: 8, blocks: 2, share: 2 },
     Kernel { name: "wide_8_by_2", tokens: 8, blocks: 2, share: 1 },
+    Kernel { name: "wide_16_by_2", tokens: 16, blocks: 2, share: 1 },
     Kernel { name: "wide_32_by_2", tokens: 32, blocks: 2, share: 1 },
     Kernel { name: "wide_32_by_4", tokens: 32, blocks: 4, share: 1 },
 ];
@@ -108,16 +109,26 @@ impl Wide {
     /// Cuts a product of `blocks` row blocks of `k_tiles` tiles; `None` if too little of it fits into shared memory.
     fn cut(&self, blocks: u32, k_tiles: u32, rows: u32) -> Option<Cut> {
         let (units, tokens) = (blocks.div_ceil(UNIT), tokens_of_group(rows));
+        // A part of a group's tokens at once is more work: it must be the only part, or all parts must run at a time.
+        let suits = |kernel: &Kernel, most: u32| {
+            let parts = rows.div_ceil(kernel.tokens);
+            tokens_of_group(kernel.tokens) == tokens
+                && (kernel.tokens == tokens || parts == 1 || units * parts <= most)
+        };
         let cut = |(kernel, most): (Kernel, u32)| {
             let clusters = units.min(most);
             let own = units.div_ceil(clusters);
-            let (fixed, stage) = shared_memory(tokens, kernel.blocks, k_tiles);
+            let (fixed, stage) = shared_memory(kernel.tokens, kernel.blocks, k_tiles);
             let stages = own.min(STAGES).min(kernel.room(self.shared).checked_sub(fixed)? / stage);
             // A unit is brought while the one before it is multiplied.
             (stages >= own.min(2)).then_some(Cut { kernel, clusters, stages, shared: fixed + stages * stage })
         };
-        let kernels = KERNELS.into_iter().zip(self.most).filter(|(kernel, _)| kernel.tokens == tokens);
-        kernels.filter_map(cut).next()
+        KERNELS
+            .into_iter()
+            .zip(self.most)
+            .filter(|(kernel, most)| suits(kernel, *most))
+            .filter_map(cut)
+            .next()
     }
 }
 
@@ -197,7 +208,7 @@ pub fn eighths(rows: usize) -> usize {
 mod tests {
     use super::*;
 
-    const H200: Wide = Wide { most: [132, 66, 66, 30], shared: 227 << 10 };
+    const H200: Wide = Wide { most: [132, 66, 66, 66, 30], shared: 227 << 10 };
 
     fn cut(blocks: u32, k_tiles: u32, rows: u32) -> Option<(Kernel, u32, u32)> {
         H200.cut(blocks, k_tiles, rows).map(|cut| (cut.kernel, cut.clusters, cut.stages))
@@ -213,8 +224,15 @@ mod tests {
 
     #[test]
     fn wide_inputs_of_many_tokens_are_cut_in_four_and_wider_ones_not_at_all() {
-        assert_eq!(cut(772, 32, 9), Some((KERNELS[2], 66, 3)));
-        assert_eq!(cut(128, 64, 512), Some((KERNELS[3], 30, 2)));
+        assert_eq!(cut(772, 32, 17), Some((KERNELS[3], 66, 3)));
+        assert_eq!(cut(128, 64, 512), Some((KERNELS[4], 30, 2)));
         assert_eq!(cut(128, 512, 32), None);
+    }
+
+    #[test]
+    fn few_rows_are_multiplied_with_halves_of_the_tokens_side_by_side() {
+        assert_eq!(cut(128, 64, 32), Some((KERNELS[2], 32, 1)));
+        // There are no more.
+        assert_eq!(cut(772, 32, 16), Some((KERNELS[2], 66, 3)));
     }
 }

@@ -57,7 +57,7 @@ struct Fiber {
     ucontext_t start;
     jmp_buf resume;
     bool started, done, spun, in_cluster_barrier;
-    u32 thread, cluster_generation;
+    u32 thread, cluster_generation, groups;  // groups: of its copies, so far
     Block* block;
     Wait wait;
 };
@@ -70,6 +70,7 @@ struct Copy {
     Transactions* bar;
     const Fiber* owner;
     Block* block;  // whose memory it goes to
+    u32 group;     // of its owner's
 };
 
 struct Machine {
@@ -399,11 +400,17 @@ u32 shared_address(const void* p) {
 
 void copy16(void* to, const void* from, bool real) {
     if (((uintptr_t)to | (uintptr_t)from) % 16) fail("a copy is not one of 16 bytes");
-    begin_copy({static_cast<u8*>(to), real ? static_cast<const u8*>(from) : nullptr, 16, {}, nullptr, machine->current, nullptr});
+    begin_copy({static_cast<u8*>(to), real ? static_cast<const u8*>(from) : nullptr, 16, {}, nullptr, machine->current, nullptr, machine->current->groups});
 }
+void commit_copies() { machine->current->groups++; }
 void await_copies() {
+    commit_copies();
+    emu::await_groups(0);
+}
+void emu::await_groups(u32 after) {
+    const Fiber* me = machine->current;
     for (size_t i = machine->copies.size(); i > 0; i--)
-        if (machine->copies[i - 1].owner == machine->current) end_copy(i - 1);
+        if (machine->copies[i - 1].owner == me && machine->copies[i - 1].group + after < me->groups) end_copy(i - 1);
 }
 
 void barrier_init(u64* bar, u32 count) {

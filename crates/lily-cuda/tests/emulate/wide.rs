@@ -29,8 +29,8 @@ pub struct Case {
 }
 
 /// Name, tokens of a group and blocks of a cluster.
-pub const KERNELS: [(&str, usize, u32); 3] =
-    [("wide_8_by_2", 8, 2), ("wide_32_by_2", 32, 2), ("wide_32_by_4", 32, 4)];
+pub const KERNELS: [(&str, usize, u32); 4] =
+    [("wide_8_by_2", 8, 2), ("wide_16_by_2", 16, 2), ("wide_32_by_2", 32, 2), ("wide_32_by_4", 32, 4)];
 
 /// A case's numbers.
 pub struct Product {
@@ -69,7 +69,8 @@ impl Product {
             (emulator.floats(&self.x), emulator.floats(&self.gain), emulator.memory(&self.packed));
         let shape =
             Shape { grid: [case.tokens as u32, 1], threads: THREADS, cluster: 1, together: 1, shared: 0 };
-        let to = [columns.address(), group as u64 | (case.tiles as u64) << 32];
+        let record = if group == 8 { 8 } else { 32 };
+        let to = [columns.address(), record | (case.tiles as u64) << 32];
         let first = if case.normed { "columns_norm" } else { "columns_plain" };
         emulator.launch(
             first,
