@@ -9,6 +9,9 @@ struct Block {
     // Of this thread's logits.
     float best_value;
     u32 best_row, broken;
+    // Which of `partial` and of `squares` is written next, or was last. They take turns: a warp that is one of the block's barriers ahead
+    // of another does not write what that one still reads.
+    u32 turn, norm;
 
     // Waits for this warp's share of an input and makes it into fragments: `count` tiles, of which `tile_of(j)` is the j-th, at most
     // 4 STEPS. Of values with a `gain` it is that of their norm, and the sum of squares is returned in every lane; with HEADS_TOO and
@@ -92,7 +95,7 @@ struct Block {
     __device__ __forceinline__ float inverse_rms() const {
         float sum = 0;
 #pragma unroll
-        for (int k = 0; k < WARPS; k++) sum += s.squares[k];
+        for (int k = 0; k < WARPS; k++) sum += s.squares[norm][k];
         return rsqrtf(sum / HIDDEN + EPS);
     }
 
@@ -170,8 +173,8 @@ struct Block {
         }
     }
     // The sum of the warps' parts of row `i` of those noted.
-    __device__ __forceinline__ float joined(u32 half, u32 i) const {
-        return sum_of<WARPS>([&](int k) { return s.partial[half][k][i]; });
+    __device__ __forceinline__ float joined(u32 i) const {
+        return sum_of<WARPS>([&](int k) { return s.partial[turn][k][i]; });
     }
     // Adds to a row of x that this block owns and tells everybody.
     __device__ __forceinline__ void add(u32 mine, u32 row, float y, u32 at, u32 epoch) {

@@ -51,13 +51,12 @@ struct Experts : Attention {
             }
         }
 #pragma unroll
-        for (u32 g = 0; g < G; g++) note(s.partial[0][warp], slot + g, total[g]);
+        for (u32 g = 0; g < G; g++) note(s.partial[turn][warp], slot + g, total[g]);
     }
     // x += sum over slots of weight * down middle; the result goes to the next layer.
     __device__ __forceinline__ void down(const float* weights, Span own, u32 epoch) {
 #pragma unroll 1
         for (u32 block = own.begin; block < own.end; block++) {
-            if (block > own.begin) consumer_sync();
             down_rows<SHARED_TILES, 1>(slot(), TOP_K * EXPERT_TILES, TOP_K);
             release();
 #pragma unroll 1
@@ -69,7 +68,8 @@ struct Experts : Attention {
                 release();
             }
             consumer_sync();
-            if (tid < SLOTS * TILE_ROWS) s.expanded[tid / TILE_ROWS][tid % TILE_ROWS] = joined(0, tid);
+            if (tid < SLOTS * TILE_ROWS) s.expanded[tid / TILE_ROWS][tid % TILE_ROWS] = joined(tid);
+            turn ^= 1;
             consumer_sync();
             if (tid < TILE_ROWS) {
                 float y = 0;

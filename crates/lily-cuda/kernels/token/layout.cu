@@ -127,7 +127,7 @@ struct Shared {
     Softmax softmaxes[SPLITS];
     float scales[SPLITS];
     Unit input_units[HIDDEN_TILES], wide_units[WIDE_TILES];
-    float squares[WARPS];
+    alignas(16) float squares[2][WARPS];
     float logits[ROUTER_ROWS];
     u64 candidates[CANDIDATES + TOP_K];
     float residual[MOST_OWN * TILE_ROWS];

@@ -22,8 +22,9 @@ struct Producer {
         for (u32 i = 0; i < n; i++) {
             if (lane == i) {
                 u64* full = &s.full[ring.slot];
+                // Each lane waits itself: racecheck does not carry another's wait through __syncwarp.
+                if (ring.round) barrier_wait(&s.empty[ring.slot], (ring.round - 1) & 1);
                 if (c.first) {
-                    if (ring.round) barrier_wait(&s.empty[ring.slot], (ring.round - 1) & 1);
                     const bool wraps = ring.slot < most;
                     if (!wraps || ring.round) barrier_wait(full + (wraps ? RING : 0) - most, (ring.round - wraps) & 1);
                     barrier_expect(full, c.filled);

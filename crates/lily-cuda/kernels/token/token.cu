@@ -12,7 +12,8 @@ struct Consumer : Experts {
                 if (has_delta) load_delta(w, blockIdx.x);
                 if (has_keys) load_attention(w);
             });
-        if (lane == 0) s.squares[warp] = total;
+        norm ^= 1;
+        if (lane == 0) s.squares[norm][warp] = total;
     }
     // The mixer's result.
     template <int TILES> __device__ __forceinline__ void take_mixed(bool normed, u32 epoch) {
@@ -30,21 +31,21 @@ struct Consumer : Experts {
         for (u32 block = own.begin; block < own.end; block++) {
             float total[2] = {0, 0};
             multiply_rows<Q4, K_TILES>(x, s.wide, s.wide_units, total);
-            note(s.partial[0][warp], block - own.begin, total);
+            note(s.partial[turn][warp], block - own.begin, total);
         }
         consumer_sync();
-        if (tid < (own.end - own.begin) * TILE_ROWS) add(tid, own.begin * TILE_ROWS + tid, joined(0, tid), AT_MID, epoch);
+        if (tid < (own.end - own.begin) * TILE_ROWS) add(tid, own.begin * TILE_ROWS + tid, joined(tid), AT_MID, epoch);
+        turn ^= 1;
     }
 
     // The three products that x is the input of.
     enum Product { PROJECT, GATE_UP, LOGITS };
     // What becomes of sum `i` of `n` row blocks from `base` on; of gate and up, half of the threads have both.
-    __device__ __forceinline__ void finish(Product what, u32 half, u32 base, u32 n, u32 rows, Span common, Span routed,
-                                           u32 epoch) {
+    __device__ __forceinline__ void finish(Product what, u32 base, u32 n, u32 rows, Span common, Span routed, u32 epoch) {
         if (what == GATE_UP) {
             if (tid >= n * 8) return;
             const u32 i = tid / 8, at = i * TILE_ROWS + tid % 8, n_common = common.end - common.begin;
-            const float v = swiglu(joined(half, at), joined(half, at + 8), inverse_rms());
+            const float v = swiglu(joined(at), joined(at + 8), inverse_rms());
             const u32 unit = i < n_common ? common.begin + i : routed.begin + i - n_common;
             const u32 row = i < n_common ? TOP_K * EXPERT_WIDTH + unit * 8 : unit / GATE_UP_BLOCKS * EXPERT_WIDTH + unit % GATE_UP_BLOCKS * 8;
             send(t.packets + AT_MIDDLE + spread(row + tid % 8), v, epoch);
@@ -52,7 +53,7 @@ struct Consumer : Experts {
         }
         const u32 row = (common.begin + base) * TILE_ROWS + tid;
         if (tid >= n * TILE_ROWS || row >= rows) return;
-        const float v = __fmul_rn(joined(half, tid), inverse_rms());
+        const float v = __fmul_rn(joined(tid), inverse_rms());
         if (what == PROJECT) {
             send(t.packets + AT_PROJECTED + row, v, epoch);
         } else {
@@ -69,20 +70,22 @@ struct Consumer : Experts {
         Inputs<HIDDEN_TILES> x;
         load_inputs<HIDDEN_TILES>(x, s.input, s.input_units);
         const u32 count = common.end - common.begin + routed.end - routed.begin;
-        u32 half = 0;
+        u32 base = 0;
+        // A barrier of the block in any case, for those that take turns.
 #pragma unroll 1
-        for (u32 base = 0; base < count; base += PART) {
+        do {
             const u32 n = min((u32)PART, count - base);
 #pragma unroll 1
             for (u32 i = 0; i < n; i++) {
                 float total[2] = {0, 0};
                 multiply_rows<Q4, HIDDEN_TILES>(x, s.input, s.input_units, total);
-                note(s.partial[half][warp], i, total);
+                note(s.partial[turn][warp], i, total);
             }
             consumer_sync();
-            finish(what, half, base, n, rows, common, routed, epoch);
-            half ^= 1;
-        }
+            finish(what, base, n, rows, common, routed, epoch);
+            turn ^= 1;
+            base += PART;
+        } while (base < count);
     }
     // This block's largest logit.
     __device__ __forceinline__ void note_best() {
@@ -206,6 +209,6 @@ extern "C" __global__ void __launch_bounds__(TOKEN_THREADS, 1) token(const __gri
 #if STEERS_REGISTERS
         asm volatile("setmaxnreg.inc.sync.aligned.u32 200;");
 #endif
-        Consumer{s, t, Ring{0, 0}, tid, warp, lane, 0, 0, 0, -INFINITY, 0xffffffffu, 0}.run();
+        Consumer{s, t, Ring{0, 0}, tid, warp, lane, 0, 0, 0, -INFINITY, 0xffffffffu, 0, 0, 0}.run();
     }
 }
