@@ -1,12 +1,13 @@
 //! [`Backend`] on the CPU. A step is computed inside [`Backend::forward`]; `wait` hands out its results.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use lily_model::backend::{
     Backend, BackendError, Batch, Limits, Progress, Segment, SeqId, SnapshotId, StepOutput, Ticket, Tokens,
 };
 use lily_model::config::Config;
+use lily_model::states::States;
 use lily_model::weights::Weights;
 
 use smallvec::SmallVec;
@@ -59,10 +60,8 @@ pub struct CpuBackend {
     kind: Kind,
     workspace: Workspace,
     limits: Limits,
-    sequences: HashMap<SeqId, Sequence>,
-    snapshots: HashMap<SnapshotId, Sequence>,
+    states: States<Sequence>,
     held: Ledger,
-    next_id: u64,
     finished: VecDeque<(Ticket, StepOutput)>,
 }
 
@@ -88,10 +87,8 @@ impl CpuBackend {
             kind,
             workspace: Workspace::default(),
             limits,
-            sequences: HashMap::new(),
-            snapshots: HashMap::new(),
+            states: States::default(),
             held: Ledger::default(),
-            next_id: 0,
             finished: VecDeque::new(),
         })
     }
@@ -101,45 +98,18 @@ impl CpuBackend {
         let inputs = self.check(batch)?;
         let ids: Vec<SeqId> = batch.segments.iter().map(|s| s.seq).collect();
         // Taken out for the step, so that each can be borrowed on its own; `check` has seen them all.
-        let mut sequences: Vec<Sequence> = ids.iter().filter_map(|id| self.sequences.remove(id)).collect();
+        let mut sequences: Vec<Sequence> =
+            ids.iter().filter_map(|&id| self.states.remove_sequence(id).ok()).collect();
         let output = self.step(batch, &inputs, &mut sequences, tap);
-        self.sequences.extend(ids.into_iter().zip(sequences));
-        let id = self.new_id();
+        ids.into_iter().zip(sequences).for_each(|(id, sequence)| self.states.put_back(id, sequence));
+        let id = self.states.new_id();
         self.finished.push_back((Ticket(id), output));
         Ok(Ticket(id))
     }
 
-    fn new_id(&mut self) -> u64 {
-        self.next_id += 1;
-        self.next_id
-    }
-
-    fn add_sequence(&mut self, sequence: Sequence) -> SeqId {
-        let id = SeqId(self.new_id());
-        self.sequences.insert(id, sequence);
-        id
-    }
-
-    fn add_snapshot(&mut self, frozen: Sequence) -> SnapshotId {
-        let id = SnapshotId(self.new_id());
-        self.snapshots.insert(id, frozen);
-        id
-    }
-
-    fn sequence(&self, id: SeqId) -> Result<&Sequence, BackendError> {
-        self.sequences.get(&id).ok_or(BackendError::Unknown { kind: "sequence", id: id.0 })
-    }
-
-    fn snapshot_state(&self, id: SnapshotId) -> Result<&Sequence, BackendError> {
-        self.snapshots.get(&id).ok_or(BackendError::Unknown { kind: "snapshot", id: id.0 })
-    }
-
     /// Checks that state for `capacity` tokens may be had, of which the first `shared` are in a snapshot or sequence.
     fn check_room(&self, capacity: usize, shared: usize) -> Result<(), BackendError> {
-        let context = self.limits.context;
-        if capacity > context as usize {
-            return Err(BackendError::TooLong { capacity: capacity as u32, context });
-        }
+        self.limits.check_length(capacity)?;
         let needed = state::bytes_beside(&self.config, self.kind, capacity, shared);
         let available = self.free_bytes();
         if needed > available {
@@ -151,13 +121,13 @@ impl CpuBackend {
     /// Checks a batch before anything changes. Returns the token ids of each segment.
     fn check(&self, batch: &Batch) -> Result<SmallVec<[SmallVec<[u32; 1]>; 4]>, BackendError> {
         batch.check(&self.limits, |seq| {
-            let s = self.sequences.get(&seq)?;
+            let s = self.states.sequence(seq).ok()?;
             Some(Progress { len: s.tokens.len(), capacity: s.capacity, sampled: s.sampled.is_some() })
         })?;
         let ids = |segment: &Segment| match &segment.tokens {
             Tokens::Ids(ids) => SmallVec::from_slice(ids),
             Tokens::LastSampled => {
-                self.sequences.get(&segment.seq).and_then(|s| s.sampled).into_iter().collect()
+                self.states.sequence(segment.seq).ok().and_then(|s| s.sampled).into_iter().collect()
             }
         };
         Ok(batch.segments.iter().map(ids).collect())
@@ -202,37 +172,36 @@ impl Backend for CpuBackend {
 
     fn create(&mut self, capacity: u32) -> Result<SeqId, BackendError> {
         self.check_room(capacity as usize, 0)?;
-        Ok(self.add_sequence(Sequence::new(&self.config, self.kind, &self.held, capacity as usize)))
+        Ok(self.states.add_sequence(Sequence::new(&self.config, self.kind, &self.held, capacity as usize)))
     }
 
     fn resume(&mut self, snapshot: SnapshotId, capacity: u32) -> Result<SeqId, BackendError> {
-        let frozen = self.snapshot_state(snapshot)?;
+        let frozen = self.states.snapshot(snapshot)?;
         let read = frozen.tokens.len();
         let capacity = (capacity as usize).max(read);
         self.check_room(capacity, read)?;
         let mut sequence = frozen.clone();
         sequence.grow(&self.config, self.kind, capacity);
-        Ok(self.add_sequence(sequence))
+        Ok(self.states.add_sequence(sequence))
     }
 
     fn free(&mut self, seq: SeqId) -> Result<(), BackendError> {
-        self.sequences.remove(&seq).map(drop).ok_or(BackendError::Unknown { kind: "sequence", id: seq.0 })
+        self.states.remove_sequence(seq).map(drop)
     }
 
     fn snapshot(&mut self, seq: SeqId) -> Result<SnapshotId, BackendError> {
-        let read = self.sequence(seq)?.tokens.len();
+        let read = self.states.sequence(seq)?.tokens.len();
         self.check_room(read, read)?;
-        let frozen = self.sequence(seq)?.freeze();
-        Ok(self.add_snapshot(frozen))
+        let frozen = self.states.sequence(seq)?.freeze();
+        Ok(self.states.add_snapshot(frozen))
     }
 
     fn forget(&mut self, snapshot: SnapshotId) -> Result<(), BackendError> {
-        let unknown = BackendError::Unknown { kind: "snapshot", id: snapshot.0 };
-        self.snapshots.remove(&snapshot).map(drop).ok_or(unknown)
+        self.states.remove_snapshot(snapshot).map(drop)
     }
 
     fn export(&self, snapshot: SnapshotId) -> Result<Vec<u8>, BackendError> {
-        Ok(export::to_bytes(&self.config, self.kind, &self.weights, self.snapshot_state(snapshot)?))
+        Ok(export::to_bytes(&self.config, self.kind, &self.weights, self.states.snapshot(snapshot)?))
     }
 
     fn import(&mut self, bytes: &[u8]) -> Result<SnapshotId, BackendError> {
@@ -240,7 +209,7 @@ impl Backend for CpuBackend {
         self.check_room(found.map_err(BackendError::InvalidSnapshot)?, 0)?;
         let read = export::from_bytes(&self.config, self.kind, &self.weights, &self.held, bytes);
         let frozen = read.map_err(BackendError::InvalidSnapshot)?;
-        Ok(self.add_snapshot(frozen))
+        Ok(self.states.add_snapshot(frozen))
     }
 
     fn state_bytes(&self, capacity: u32) -> u64 {

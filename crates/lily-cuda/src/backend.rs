@@ -10,6 +10,7 @@ use lily_model::backend::{
 use lily_model::config::Config;
 use lily_model::pool::PAGE;
 use lily_model::sample::{Sampled, logprobs};
+use lily_model::states::States;
 use lily_model::weights::Weights;
 
 use crate::device::Source;
@@ -88,9 +89,7 @@ pub struct CudaBackend {
     graphs: Option<HashMap<usize, Graph>>,
     limits: Limits,
     fingerprint: u32,
-    sequences: HashMap<SeqId, Sequence>,
-    snapshots: HashMap<SnapshotId, Sequence>,
-    next_id: u64,
+    states: States<Sequence>,
     flights: Vec<Flight>,
     next_flight: usize,
     pending: VecDeque<Pending>,
@@ -148,9 +147,7 @@ impl CudaBackend {
             graphs: options.graphs.then(HashMap::new),
             limits,
             fingerprint,
-            sequences: HashMap::new(),
-            snapshots: HashMap::new(),
-            next_id: 0,
+            states: States::default(),
             flights,
             next_flight: 0,
             pending: VecDeque::new(),
@@ -172,44 +169,16 @@ impl CudaBackend {
         self.device.token.is_some()
     }
 
-    fn new_id(&mut self) -> u64 {
-        self.next_id += 1;
-        self.next_id
-    }
-
-    fn sequence(&self, id: SeqId) -> Result<&Sequence, BackendError> {
-        self.sequences.get(&id).ok_or(BackendError::Unknown { kind: "sequence", id: id.0 })
-    }
-
-    fn snapshot_state(&self, id: SnapshotId) -> Result<&Sequence, BackendError> {
-        self.snapshots.get(&id).ok_or(BackendError::Unknown { kind: "snapshot", id: id.0 })
-    }
-
     /// Refuses what the context or the free memory can't hold; `pages`: those that must be fresh.
-    fn check_room(&self, capacity: u32, pages: usize) -> Result<(), BackendError> {
-        let context = self.limits.context;
-        if capacity > context {
-            return Err(BackendError::TooLong { capacity, context });
-        }
+    fn check_room(&self, capacity: usize, pages: usize) -> Result<(), BackendError> {
         let State { pool, sizes, .. } = &self.device.state;
-        if !pool.fits(pages) {
-            let parts = sizes.parts();
-            let (needed, available) = (parts.bytes(1, pages), pool.largest(&parts));
-            return Err(BackendError::OutOfMemory { capacity, needed, available });
-        }
-        Ok(())
-    }
-
-    fn add_sequence(&mut self, sequence: Sequence) -> SeqId {
-        let id = SeqId(self.new_id());
-        self.sequences.insert(id, sequence);
-        id
+        pool.check_room(&sizes.parts(), &self.limits, capacity, pages)
     }
 
     /// Checks a batch before anything changes.
     fn check(&self, batch: &Batch) -> Result<(), BackendError> {
         batch.check(&self.limits, |seq| {
-            let s = self.sequences.get(&seq)?;
+            let s = self.states.sequence(seq).ok()?;
             Some(Progress { len: s.len, capacity: s.capacity, sampled: s.sampled })
         })
     }
@@ -219,7 +188,7 @@ impl CudaBackend {
         let layout = self.device.layout;
         // `check` has seen every sequence.
         let sequences: Vec<&Sequence> =
-            batch.segments.iter().filter_map(|s| self.sequences.get(&s.seq)).collect();
+            batch.segments.iter().filter_map(|s| self.states.sequence(s.seq).ok()).collect();
         let buffer = self.flights[flight].step.as_mut_slice();
         let plan = step::write(buffer, &layout, batch, &sequences);
         let (context, at) = (self.device.context.clone(), self.device.buffers.step.address());
@@ -310,62 +279,53 @@ impl Backend for CudaBackend {
     }
 
     fn create(&mut self, capacity: u32) -> Result<SeqId, BackendError> {
-        self.check_room(capacity, (capacity as usize).div_ceil(PAGE))?;
+        let capacity = capacity as usize;
+        self.check_room(capacity, capacity.div_ceil(PAGE))?;
         self.device.context.enter()?;
-        let sequence = self.device.state.create(capacity as usize)?;
-        Ok(self.add_sequence(sequence))
+        let sequence = self.device.state.create(capacity)?;
+        Ok(self.states.add_sequence(sequence))
     }
 
     fn resume(&mut self, snapshot: SnapshotId, capacity: u32) -> Result<SeqId, BackendError> {
-        let from = self.snapshot_state(snapshot)?.clone();
-        let capacity = capacity.max(from.len as u32);
-        self.check_room(capacity, State::own_pages(&from, capacity as usize, false))?;
+        let from = self.states.snapshot(snapshot)?.clone();
+        let capacity = (capacity as usize).max(from.len);
+        self.check_room(capacity, State::own_pages(&from, capacity, false))?;
         self.device.context.enter()?;
-        let sequence = self.device.state.copy(&from, capacity as usize, false)?;
-        Ok(self.add_sequence(sequence))
+        let sequence = self.device.state.copy(&from, capacity, false)?;
+        Ok(self.states.add_sequence(sequence))
     }
 
     fn free(&mut self, seq: SeqId) -> Result<(), BackendError> {
-        self.sequence(seq)?;
-        if let Some(sequence) = self.sequences.remove(&seq) {
-            self.device.state.pool.release(sequence.lease);
-        }
+        self.device.state.pool.release(self.states.remove_sequence(seq)?.lease);
         Ok(())
     }
 
     /// Takes a slot, and no page: those are shared.
     fn snapshot(&mut self, seq: SeqId) -> Result<SnapshotId, BackendError> {
-        let from = self.sequence(seq)?.clone();
-        self.check_room(from.len as u32, 0)?;
+        let from = self.states.sequence(seq)?.clone();
+        self.check_room(from.len, 0)?;
         self.device.context.enter()?;
         let copy = self.device.state.copy(&from, from.len, true)?;
-        let id = SnapshotId(self.new_id());
-        self.snapshots.insert(id, copy);
-        Ok(id)
+        Ok(self.states.add_snapshot(copy))
     }
 
     fn forget(&mut self, snapshot: SnapshotId) -> Result<(), BackendError> {
-        self.snapshot_state(snapshot)?;
-        if let Some(sequence) = self.snapshots.remove(&snapshot) {
-            self.device.state.pool.release(sequence.lease);
-        }
+        self.device.state.pool.release(self.states.remove_snapshot(snapshot)?.lease);
         Ok(())
     }
 
     fn export(&self, snapshot: SnapshotId) -> Result<Vec<u8>, BackendError> {
         self.device.context.enter()?;
-        Ok(export::to_bytes(&self.device.state, self.fingerprint, self.snapshot_state(snapshot)?)?)
+        Ok(export::to_bytes(&self.device.state, self.fingerprint, self.states.snapshot(snapshot)?)?)
     }
 
     fn import(&mut self, bytes: &[u8]) -> Result<SnapshotId, BackendError> {
         let header = export::read_header(&self.device.state.sizes, self.fingerprint, bytes)
             .map_err(BackendError::InvalidSnapshot)?;
-        self.check_room(header.len as u32, header.len.div_ceil(PAGE))?;
+        self.check_room(header.len, header.len.div_ceil(PAGE))?;
         self.device.context.enter()?;
         let sequence = export::restore(&mut self.device.state, &header, bytes)?;
-        let id = SnapshotId(self.new_id());
-        self.snapshots.insert(id, sequence);
-        Ok(id)
+        Ok(self.states.add_snapshot(sequence))
     }
 
     fn state_bytes(&self, capacity: u32) -> u64 {
@@ -394,14 +354,14 @@ impl Backend for CudaBackend {
             segments = self.fetch_logits(batch, &plan)?;
         }
         for segment in &batch.segments {
-            if let Some(sequence) = self.sequences.get_mut(&segment.seq) {
+            if let Ok(sequence) = self.states.sequence_mut(segment.seq) {
                 sequence.len += segment.tokens.count();
                 sequence.parity = 1 - sequence.parity;
                 sequence.sampled = matches!(segment.want, Want::Sample(_));
             }
         }
         self.next_flight = (flight + 1) % self.flights.len();
-        let ticket = self.new_id();
+        let ticket = self.states.new_id();
         let results = segments.is_empty().then(Vec::new);
         self.pending.push_back(Pending { ticket, flight, segments, results });
         Ok(Ticket(ticket))

@@ -4,7 +4,7 @@
 
 mod results;
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::time::Instant;
 
@@ -15,6 +15,7 @@ use lily_model::backend::{
 use lily_model::config::Config;
 use lily_model::pool::{Lease, PAGE};
 use lily_model::sample::SampleParams;
+use lily_model::states::States;
 use lily_model::weights::Weights;
 
 use crate::device::{Device, DeviceError, Place, Submission};
@@ -99,9 +100,7 @@ pub struct MetalBackend<D: Device> {
     loaded: Loaded,
     limits: Limits,
     fingerprint: u32,
-    sequences: HashMap<SeqId, Sequence>,
-    snapshots: HashMap<SnapshotId, Sequence>,
-    next_id: u64,
+    states: States<Sequence>,
     next_flight: usize,
     pending: VecDeque<Pending>,
     last_submission: Option<Submission>,
@@ -137,9 +136,7 @@ impl<D: Device> MetalBackend<D> {
             loaded,
             limits,
             fingerprint,
-            sequences: HashMap::new(),
-            snapshots: HashMap::new(),
-            next_id: 0,
+            states: States::default(),
             next_flight: 0,
             pending: VecDeque::new(),
             last_submission: None,
@@ -177,31 +174,10 @@ impl<D: Device> MetalBackend<D> {
         Ok((2 * COPIES * bytes) as f64 / fastest)
     }
 
-    fn new_id(&mut self) -> u64 {
-        self.next_id += 1;
-        self.next_id
-    }
-
-    fn sequence(&self, id: SeqId) -> Result<&Sequence, BackendError> {
-        self.sequences.get(&id).ok_or(BackendError::Unknown { kind: "sequence", id: id.0 })
-    }
-
-    fn snapshot_state(&self, id: SnapshotId) -> Result<&Sequence, BackendError> {
-        self.snapshots.get(&id).ok_or(BackendError::Unknown { kind: "snapshot", id: id.0 })
-    }
-
     /// Refuses what the context or the free memory can't hold; `pages`: those that must be fresh.
-    fn check_room(&self, capacity: u32, pages: usize) -> Result<(), BackendError> {
-        let context = self.limits.context;
-        if capacity > context {
-            return Err(BackendError::TooLong { capacity, context });
-        }
-        let (pool, sizes) = (&self.loaded.pool, self.loaded.state.sizes());
-        if !pool.fits(pages) {
-            let (needed, available) = (sizes.bytes(1, pages), pool.largest(sizes));
-            return Err(BackendError::OutOfMemory { capacity, needed, available });
-        }
-        Ok(())
+    fn check_room(&self, capacity: usize, pages: usize) -> Result<(), BackendError> {
+        let Loaded { pool, state, .. } = &self.loaded;
+        pool.check_room(state.sizes(), &self.limits, capacity, pages)
     }
 
     /// Takes a slot and pages, `shared` and fresh ones; [`Self::check_room`] must have said yes.
@@ -245,7 +221,7 @@ impl<D: Device> MetalBackend<D> {
         let bytes = |words: &[u32]| words.iter().flat_map(|w| w.to_le_bytes()).collect::<Vec<u8>>();
         let mut row = 0;
         for (i, segment) in batch.segments.iter().enumerate() {
-            let Some(sequence) = self.sequences.get(&segment.seq) else { continue };
+            let Ok(sequence) = self.states.sequence(segment.seq) else { continue };
             let count = segment.tokens.count();
             let pages = &sequence.lease.pages[..(sequence.len + count).div_ceil(PAGE)];
             match (&segment.tokens, sequence.last) {
@@ -313,7 +289,7 @@ impl<D: Device> MetalBackend<D> {
     fn run(&self, batch: &Batch, piece: &[Part], logit_row: usize, flight: &Flight) -> Run {
         let bound = |part: &Part| {
             let segment = &batch.segments[part.segment];
-            let sequence = self.sequences.get(&segment.seq);
+            let sequence = self.states.sequence(segment.seq).ok();
             let tokens = match (&segment.tokens, sequence.map(|s| s.last)) {
                 (Tokens::LastSampled, Some(Last::Pending(place))) => place,
                 _ => flight.token(part.row),
@@ -338,7 +314,7 @@ impl<D: Device> MetalBackend<D> {
 
     /// Tells a sequence what a step that was handed over does with it.
     fn advance(&mut self, segment: &Segment, next: Option<Place>) {
-        let Some(sequence) = self.sequences.get_mut(&segment.seq) else { return };
+        let Ok(sequence) = self.states.sequence_mut(segment.seq) else { return };
         sequence.len += segment.tokens.count();
         match (&segment.tokens, sequence.last) {
             (Tokens::Ids(ids), _) => sequence.tokens.extend_from_slice(ids),
@@ -411,22 +387,20 @@ impl<D: Device> Backend for MetalBackend<D> {
 
     fn create(&mut self, capacity: u32) -> Result<SeqId, BackendError> {
         let capacity = capacity as usize;
-        self.check_room(capacity as u32, capacity.div_ceil(PAGE))?;
+        self.check_room(capacity, capacity.div_ceil(PAGE))?;
         let lease = self.take(capacity, &[])?;
         let (state, slot) = (&self.loaded.state, lease.slot);
         let submission = self.device.submit(&mut |encoder| state.clear(encoder, slot))?;
         self.finish_transfer(submission)?;
         let (tokens, last) = (Vec::new(), Last::Nothing);
-        let id = SeqId(self.new_id());
-        self.sequences.insert(id, Sequence { lease, len: 0, capacity, tokens, owed: None, last });
-        Ok(id)
+        Ok(self.states.add_sequence(Sequence { lease, len: 0, capacity, tokens, owed: None, last }))
     }
 
     fn resume(&mut self, snapshot: SnapshotId, capacity: u32) -> Result<SeqId, BackendError> {
-        let from = self.snapshot_state(snapshot)?.clone();
+        let from = self.states.snapshot(snapshot)?.clone();
         let capacity = (capacity as usize).max(from.len);
         let (full, written) = (from.len / PAGE, from.len % PAGE);
-        self.check_room(capacity as u32, capacity.div_ceil(PAGE) - full)?;
+        self.check_room(capacity, capacity.div_ceil(PAGE) - full)?;
         let lease = self.take(capacity, &from.lease.pages[..full])?;
         let (state, slot) = (&self.loaded.state, lease.slot);
         // The page that is written next is its own.
@@ -438,46 +412,37 @@ impl<D: Device> Backend for MetalBackend<D> {
             }
         })?;
         self.finish_transfer(submission)?;
-        let id = SeqId(self.new_id());
-        self.sequences.insert(id, Sequence { lease, capacity, ..from });
-        Ok(id)
+        Ok(self.states.add_sequence(Sequence { lease, capacity, ..from }))
     }
 
     fn free(&mut self, seq: SeqId) -> Result<(), BackendError> {
-        self.sequence(seq)?;
+        self.states.sequence(seq)?;
         self.settle(seq);
-        if let Some(sequence) = self.sequences.remove(&seq) {
-            self.loaded.pool.release(sequence.lease);
-        }
+        self.loaded.pool.release(self.states.remove_sequence(seq)?.lease);
         Ok(())
     }
 
     /// Takes a slot, and no page: those are shared.
     fn snapshot(&mut self, seq: SeqId) -> Result<SnapshotId, BackendError> {
-        self.sequence(seq)?;
+        self.states.sequence(seq)?;
         self.settle(seq);
-        let from = self.sequence(seq)?.clone();
-        self.check_room(from.len as u32, 0)?;
+        let from = self.states.sequence(seq)?.clone();
+        self.check_room(from.len, 0)?;
         let lease = self.take(from.len, &from.lease.pages[..from.len.div_ceil(PAGE)])?;
         let (state, slot) = (&self.loaded.state, lease.slot);
         let submission =
             self.device.submit(&mut |encoder| state.copy_slot(encoder, from.lease.slot, slot))?;
         self.finish_transfer(submission)?;
-        let id = SnapshotId(self.new_id());
-        self.snapshots.insert(id, Sequence { lease, capacity: from.len, ..from });
-        Ok(id)
+        Ok(self.states.add_snapshot(Sequence { lease, capacity: from.len, ..from }))
     }
 
     fn forget(&mut self, snapshot: SnapshotId) -> Result<(), BackendError> {
-        self.snapshot_state(snapshot)?;
-        if let Some(sequence) = self.snapshots.remove(&snapshot) {
-            self.loaded.pool.release(sequence.lease);
-        }
+        self.loaded.pool.release(self.states.remove_snapshot(snapshot)?.lease);
         Ok(())
     }
 
     fn export(&self, snapshot: SnapshotId) -> Result<Vec<u8>, BackendError> {
-        let sequence = self.snapshot_state(snapshot)?;
+        let sequence = self.states.snapshot(snapshot)?;
         self.drain();
         Ok(export::to_bytes(&self.device, &self.loaded.state, self.fingerprint, sequence))
     }
@@ -487,15 +452,13 @@ impl<D: Device> Backend for MetalBackend<D> {
         let header = export::read_header(state, self.fingerprint, context, bytes)
             .map_err(BackendError::InvalidSnapshot)?;
         let len = header.tokens.len();
-        self.check_room(len as u32, len.div_ceil(PAGE))?;
+        self.check_room(len, len.div_ceil(PAGE))?;
         let lease = self.take(len, &[])?;
         let last = header.sampled.map_or(Last::Nothing, Last::Known);
         let sequence = Sequence { lease, len, capacity: len, tokens: header.tokens, owed: None, last };
         self.drain();
         export::restore(&mut self.device, &self.loaded.state, &sequence, bytes);
-        let id = SnapshotId(self.new_id());
-        self.snapshots.insert(id, sequence);
-        Ok(id)
+        Ok(self.states.add_snapshot(sequence))
     }
 
     fn state_bytes(&self, capacity: u32) -> u64 {
@@ -512,7 +475,7 @@ impl<D: Device> Backend for MetalBackend<D> {
 
     fn forward(&mut self, batch: &Batch) -> Result<Ticket, BackendError> {
         batch.check(&self.limits, |seq| {
-            let s = self.sequences.get(&seq)?;
+            let s = self.states.sequence(seq).ok()?;
             Some(Progress { len: s.len, capacity: s.capacity, sampled: s.last != Last::Nothing })
         })?;
         let index = self.next_flight;
@@ -528,7 +491,7 @@ impl<D: Device> Backend for MetalBackend<D> {
             self.advance(segment, draws.then(|| flight.next(i)));
         }
         self.next_flight = (index + 1) % IN_FLIGHT;
-        let ticket = self.new_id();
+        let ticket = self.states.new_id();
         self.pending.push_back(Pending { ticket, flight: index, asked, submissions, outputs: None });
         Ok(Ticket(ticket))
     }

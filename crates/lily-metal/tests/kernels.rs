@@ -14,6 +14,7 @@ use common::signature::{Parameter, Signature, signatures};
 use common::{Guard, Kernels, ORDERS};
 use fastrand::Rng;
 use half::bf16;
+use lily_emulate::removed::{self, Call};
 use lily_metal::draw::Draw;
 use lily_metal::plan::{Access, Binding, Contents, Features, KvType, Launch, Segment, State, Want};
 use lily_metal::selftest::{Drawn, Launched};
@@ -447,18 +448,12 @@ fn values_may_be_very_large_or_small() {
     }
 }
 
-const BARRIER: &str = "threadgroup_barrier(mem_flags::";
-
-/// Where the barriers of a text are, and which of them lie in `sample.metal`.
-fn barriers(text: &str) -> Vec<(usize, bool)> {
+/// The barriers of a text, and which of them lie in `sample.metal`.
+fn barriers(text: &str) -> Vec<(Call<'_>, bool)> {
     let of_draws =
         text.find("// How a token is drawn").unwrap()..text.find("// `lm_head` and `finish`").unwrap();
-    text.match_indices(BARRIER).map(|(at, _)| (at, of_draws.contains(&at))).collect()
-}
-
-/// The text without the barrier there.
-fn without(text: &str, at: usize) -> String {
-    format!("{}{}", &text[..at], text[at..].split_once(';').unwrap().1)
+    let calls = removed::calls(text, &["threadgroup_barrier"]).into_iter();
+    calls.map(|call| (call.clone(), of_draws.contains(&call.at.start))).collect()
 }
 
 /// Whether a check of a mutant fails for values, in one order of threads or another, and for a race.
@@ -483,8 +478,8 @@ fn survivors(
     let source = source::source(&model.config, features);
     let barriers = barriers(&source);
     let mut survivors = [Vec::new(), Vec::new()];
-    for (i, &(at, _)) in barriers.iter().enumerate().skip(first).filter(|(_, (_, of_draws))| !of_draws) {
-        let mut machine = model.machine_of(&without(&source, at), features, Guard::End);
+    for (i, (call, _)) in barriers.iter().enumerate().skip(first).filter(|(_, (_, of_draws))| !of_draws) {
+        let mut machine = model.machine_of(&removed::without(&source, call), features, Guard::End);
         let found = found(machine.kernels, &mut || check(&mut machine));
         for (_, survivors) in found.iter().zip(&mut survivors).filter(|(found, _)| !**found) {
             survivors.push(i);
@@ -499,12 +494,16 @@ fn survivors(
 fn every_barrier_of_a_draw_is_needed() {
     let config = draws::config(2000);
     let text = source::source(&config, KvType::F32);
-    let places: Vec<usize> = barriers(&text).into_iter().filter(|b| b.1).map(|b| b.0).collect();
-    assert_eq!(places.len(), 7);
-    for at in places {
-        let mut drawer = Drawer::new(&config, &without(&text, at));
-        let found = found(drawer.kernels, &mut || drop(drawer.check(24, 1)));
-        assert_eq!(found, [true; 2], "the barrier at {at} can be removed unseen: by values, by races");
+    let barriers: Vec<_> = barriers(&text).into_iter().filter(|b| b.1).map(|b| b.0).collect();
+    assert_eq!(barriers.len(), 7);
+    for call in barriers {
+        let mut drawer = Drawer::new(&config, &removed::without(&text, &call));
+        let found = found(drawer.kernels, &mut || drop(drawer.check(60, 1)));
+        assert_eq!(
+            found, [true; 2],
+            "the barrier in line {} can be removed unseen: by values, by races",
+            call.line_number
+        );
     }
 }
 

@@ -173,6 +173,17 @@ pub struct Limits {
     pub state_budget: u64,
 }
 
+impl Limits {
+    /// Refuses a sequence that is longer than the context: [`BackendError::TooLong`].
+    pub fn check_length(&self, capacity: usize) -> Result<(), BackendError> {
+        let context = self.context;
+        match u32::try_from(capacity).unwrap_or(u32::MAX) {
+            capacity if capacity > context => Err(BackendError::TooLong { capacity, context }),
+            _ => Ok(()),
+        }
+    }
+}
+
 /// How far a sequence has come, for [`Batch::check`].
 #[derive(Clone, Copy, Debug)]
 pub struct Progress {

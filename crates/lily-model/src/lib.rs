@@ -7,7 +7,7 @@
 //! * [`load`] opens all of it at once, with the sampling defaults of [`generation`].
 //! * [`footprint`] counts bytes, [`synth`] writes random checkpoints.
 //! * [`backend`] is the contract between the engine and a device, [`sample`] how a token is drawn,
-//!   [`pool`] who has which part of a device's memory.
+//!   [`states`] the sequences and snapshots of a device, [`pool`] who has which part of its memory.
 
 pub mod backend;
 pub mod checkpoint;
@@ -22,6 +22,7 @@ pub mod matrix;
 pub mod pool;
 pub mod presets;
 pub mod sample;
+pub mod states;
 pub mod synth;
 pub mod template;
 pub mod tokenizer;

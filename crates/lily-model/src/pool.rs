@@ -1,6 +1,8 @@
 //! Which parts of a device's state memory are taken: slots, one for each sequence and snapshot, and pages of K/V, which they
 //! share.
 
+use crate::backend::{BackendError, Limits};
+
 /// Positions of a page of K/V.
 pub const PAGE: usize = 64;
 
@@ -105,6 +107,23 @@ impl Pool {
         !self.free_slots.is_empty() && pages <= self.free_pages.len()
     }
 
+    /// Refuses a sequence of `capacity` tokens that the context or the free memory can't hold; `fresh`: pages of it that are not
+    /// shared.
+    pub fn check_room(
+        &self,
+        sizes: &PartSizes,
+        limits: &Limits,
+        capacity: usize,
+        fresh: usize,
+    ) -> Result<(), BackendError> {
+        limits.check_length(capacity)?;
+        if self.fits(fresh) {
+            return Ok(());
+        }
+        let (needed, available) = (sizes.bytes(1, fresh), self.largest(sizes));
+        Err(BackendError::OutOfMemory { capacity: capacity as u32, needed, available })
+    }
+
     /// A slot, the pages `shared` and fresh ones behind them, if there are so many.
     pub fn take(&mut self, capacity: usize, shared: &[u32]) -> Option<Lease> {
         let fresh = capacity.div_ceil(PAGE).saturating_sub(shared.len());
@@ -183,5 +202,30 @@ mod tests {
         assert_eq!(budget - free(&pool), slot + 4 * page);
         pool.release(resumed);
         assert_eq!(free(&pool), budget);
+    }
+
+    #[test]
+    fn a_sequence_that_does_not_fit_is_refused_with_numbers() {
+        let mut pool = Pool::new(Capacity { slots: 2, pages: 3 });
+        let limits = Limits {
+            name: String::new(),
+            vocab_size: 1,
+            context: 256,
+            max_batch_tokens: 1,
+            max_segments: 1,
+            state_budget: 0,
+        };
+        let check = |pool: &Pool, capacity, fresh| pool.check_room(&SIZES, &limits, capacity, fresh);
+        assert_eq!(check(&pool, 192, 3), Ok(()));
+        // Of four pages one is shared.
+        assert_eq!(check(&pool, 256, 3), Ok(()));
+        let (capacity, needed, available) = (256, 1024 + 4 * 64, 1024 + 3 * 64);
+        let refused = Err(BackendError::OutOfMemory { capacity, needed, available });
+        assert_eq!(check(&pool, 256, 4), refused);
+        assert_eq!(check(&pool, 257, 1), Err(BackendError::TooLong { capacity: 257, context: 256 }));
+        // Pages without a slot are of no use.
+        assert!(pool.take(0, &[]).is_some() && pool.take(0, &[]).is_some());
+        let refused = Err(BackendError::OutOfMemory { capacity: 1, needed: 1024, available: 0 });
+        assert_eq!(check(&pool, 1, 0), refused);
     }
 }

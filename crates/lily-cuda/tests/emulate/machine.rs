@@ -1,15 +1,12 @@
 //! A file of kernels as a library of this machine: see `runtime.cpp`.
 
-use std::ffi::{CStr, CString, c_char, c_void};
+use std::ffi::{CStr, CString, c_char};
 use std::fmt::Write;
-use std::hash::{DefaultHasher, Hash, Hasher};
-use std::path::{Path, PathBuf};
-use std::process::Command;
-use std::sync::{Mutex, PoisonError};
+use std::path::Path;
 
-use libloading::Library;
-use libloading::os::unix;
 use lily_cuda::kernels::{COMMON, SOURCES, Source, options};
+use lily_emulate::library::{Compiler, Library};
+use lily_emulate::memory::{Guard, Guarded};
 use lily_model::config::Config;
 
 /// How a kernel is launched.
@@ -37,26 +34,19 @@ struct Request {
     seed: u64,
 }
 
-type Allocate = unsafe extern "C" fn(usize) -> *mut c_void;
-type Release = unsafe extern "C" fn(*mut c_void, usize);
 type Launch = unsafe extern "C" fn(*const Request) -> *const c_char;
 
-/// Memory that kernels read and write; an access behind its end (rounded up to 16 bytes) ends the launch.
-pub struct Memory {
-    address: *mut u8,
-    bytes: usize,
-    release: Release,
-}
+/// Memory that kernels read and write.
+pub struct Memory(Guarded);
 
 impl Memory {
     /// For a kernel's arguments.
     pub fn address(&self) -> u64 {
-        self.address as u64
+        self.0.address() as u64
     }
 
     pub fn bytes(&self) -> &[u8] {
-        // SAFETY: so many bytes were allocated, live as long as this value, and no kernel runs.
-        unsafe { std::slice::from_raw_parts(self.address, self.bytes) }
+        self.0.bytes()
     }
 
     pub fn floats(&self) -> Vec<f32> {
@@ -68,13 +58,6 @@ impl Memory {
     }
 }
 
-impl Drop for Memory {
-    fn drop(&mut self) {
-        // SAFETY: allocated by the same library with this length.
-        unsafe { (self.release)(self.address.cast(), self.bytes) }
-    }
-}
-
 /// The kernels of a file, for the shapes of a model.
 pub struct Emulator {
     library: Library,
@@ -83,48 +66,24 @@ pub struct Emulator {
 impl Emulator {
     /// Compiles a file of kernels, `edit`ed, with what goes before it.
     pub fn compile(file: &str, config: &Config, edit: impl Fn(&str) -> String) -> Self {
-        static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
-        let _guard = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
         let source = SOURCES.iter().find(|s| s.name == file).unwrap();
         let text = whole(source, &edit(source.text));
         // Shapes; the others are for NVRTC.
-        let shapes =
-            options(config, "").into_iter().filter(|o| o.starts_with("-D") && !o.contains("INFINITY"));
-        let shapes: Vec<String> = shapes.collect();
-        let mut hash = DefaultHasher::new();
-        for file in ["shim.h", "runtime.cpp"] {
-            std::fs::read(folder().join(file)).unwrap().hash(&mut hash);
-        }
-        (&text, &shapes, FLAGS).hash(&mut hash);
-        let made = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("cuda-{:016x}", hash.finish()));
-        let path = made.join("kernels.so");
-        if !path.exists() {
-            std::fs::create_dir_all(&made).unwrap();
-            std::fs::write(made.join("kernels.cpp"), text).unwrap();
-            build(&made, &shapes);
-        }
-        // Never unloaded, since it handles faults from its first launch on.
-        let flags = unix::RTLD_NOW | unix::RTLD_LOCAL | libc::RTLD_NODELETE;
-        // SAFETY: the library was built from our sources, and nothing runs when it is loaded.
-        let library = unsafe { unix::Library::open(Some(&path), flags) }.unwrap().into();
-        Self { library }
+        let shapes = options(config, "");
+        let shapes = shapes.iter().filter(|o| o.starts_with("-D") && !o.contains("INFINITY"));
+        let flags: Vec<&str> = FLAGS.into_iter().chain(shapes.map(String::as_str)).collect();
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/emulate");
+        let compiler = Compiler::new(Path::new(env!("CARGO_TARGET_TMPDIR")), &[&folder]).unwrap();
+        let kernels = compiler.object("kernels.cpp", &text, &flags).unwrap();
+        let runtime = compiler.object("runtime.cpp", include_str!("runtime.cpp"), &FLAGS).unwrap();
+        Self { library: compiler.library(&[runtime, kernels]).unwrap() }
     }
 
     /// Memory with this content.
     pub fn memory(&self, content: &[u8]) -> Memory {
-        // SAFETY: the functions have these types in runtime.cpp.
-        let (allocate, release) = unsafe {
-            (
-                *self.library.get::<Allocate>(b"emu_allocate\0").unwrap(),
-                *self.library.get::<Release>(b"emu_release\0").unwrap(),
-            )
-        };
-        // SAFETY: it only allocates.
-        let address: *mut u8 = unsafe { allocate(content.len()) }.cast();
-        assert!(!address.is_null(), "{} bytes of memory", content.len());
-        // SAFETY: as many bytes were just allocated.
-        unsafe { address.copy_from_nonoverlapping(content.as_ptr(), content.len()) };
-        Memory { address, bytes: content.len(), release }
+        let mut memory = Guarded::new(content.len(), Guard::End).unwrap();
+        memory.bytes_mut().copy_from_slice(content);
+        Memory(memory)
     }
 
     pub fn floats(&self, content: &[f32]) -> Memory {
@@ -157,15 +116,11 @@ impl Emulator {
         // SAFETY: the function has this type in runtime.cpp, all pointers live until it returns, and what it returns is null or a
         // constant.
         let problem = unsafe {
-            let problem = self.library.get::<Launch>(b"emu_launch\0").unwrap()(&request);
+            let problem = self.library.function::<Launch>("emu_launch").unwrap()(&request);
             (!problem.is_null()).then(|| CStr::from_ptr(problem))
         };
         problem.map_or(Ok(()), |p| Err(format!("{kernel}, seed {seed}: {}", p.to_string_lossy())))
     }
-}
-
-fn folder() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/emulate")
 }
 
 /// A file with what goes before it, as C++. The shim stands for the first two of the files, ptx.cu and hopper.cu, and has all `asm`.
@@ -207,7 +162,7 @@ fn shared_memory(text: &str) -> String {
 }
 
 /// Indices of arrays, shifts and alignment are checked; a fault says so.
-const FLAGS: [&str; 16] = [
+const FLAGS: [&str; 15] = [
     "-std=c++17",
     "-O1",
     "-fPIC",
@@ -220,23 +175,9 @@ const FLAGS: [&str; 16] = [
     "-Wno-sign-compare",
     "-Wno-maybe-uninitialized",
     "-U_FORTIFY_SOURCE",
-    "-ftls-model=initial-exec",
     // Variables of templates would be one for all libraries.
     "-fno-gnu-unique",
     "-ffp-contract=off",
     "-fsanitize=bounds-strict,alignment,shift,integer-divide-by-zero",
     "-fsanitize-undefined-trap-on-error",
 ];
-
-fn build(made: &Path, shapes: &[String]) {
-    let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned());
-    let library = made.join(format!("kernels-{}.so", std::process::id()));
-    let mut command = Command::new(&compiler);
-    command.args(FLAGS).args(shapes).arg("-I").arg(folder()).arg(made.join("kernels.cpp"));
-    command.arg(folder().join("runtime.cpp")).args(["-shared", "-Wl,-z,defs", "-o"]).arg(&library);
-    let output = command.output().unwrap_or_else(|e| {
-        panic!("the C++ compiler {compiler} can't be run ({e}): install one (Debian: apt install build-essential)")
-    });
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    std::fs::rename(library, made.join("kernels.so")).unwrap();
-}

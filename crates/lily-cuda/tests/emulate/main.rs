@@ -8,11 +8,11 @@ mod common;
 mod delta;
 mod group;
 mod machine;
-mod removed;
 mod wide;
 
 use group::{Choice, Emulators, Layer};
 use lily_cuda::kernels::SOURCES;
+use lily_emulate::removed;
 use wide::{Case, Product};
 
 const CASE: Case = Case { rows: 70, tiles: 5, tokens: 8, clusters: 1, stages: 2, add: false, normed: false };
@@ -124,10 +124,11 @@ fn each_is_needed(
 ) {
     let text = SOURCES.iter().find(|s| s.name == file).unwrap().text;
     let mut missed = Vec::new();
-    for (number, line) in removed::calls(text, functions) {
-        match run(&|text| removed::without(text, number, functions)) {
+    for call in removed::calls(text, functions) {
+        let removed::Call { line_number, line, .. } = call;
+        match run(&|text| removed::without(text, &call)) {
             Ok(()) => missed.push(line),
-            Err(e) => println!("{file}:{}: without `{line}`: {e}", number + 1),
+            Err(e) => println!("{file}:{line_number}: without `{line}`: {e}"),
         }
     }
     assert_eq!(missed, unseen, "calls whose lack does not show");

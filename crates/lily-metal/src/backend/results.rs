@@ -77,7 +77,7 @@ impl<D: Device> MetalBackend<D> {
 
     /// Tells a sequence which token was sampled at a place.
     fn learn(&mut self, seq: SeqId, place: Place, token: u32) {
-        let Some(sequence) = self.sequences.get_mut(&seq) else { return };
+        let Ok(sequence) = self.states.sequence_mut(seq) else { return };
         if sequence.owed == Some(place) {
             sequence.owed = None;
             sequence.tokens.push(token);

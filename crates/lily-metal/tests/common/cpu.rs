@@ -1,39 +1,39 @@
 //! Runs kernels on the CPU: see `shim/runtime.cpp`.
 
+use std::cell::OnceCell;
 use std::collections::BTreeSet;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::Mutex;
+use std::ptr::null_mut;
 
-use libloading::Library;
-use libloading::os::unix;
+use lily_emulate::library::{Compiler, Library};
+use lily_emulate::memory::{Guard, Guarded};
 
 use super::signature::{Parameter, Signature};
-use super::text::{HEADERS, Way, standard, whole};
-use super::{Bound, Guard, Memory, Order, Shape};
+use super::text::{Way, standard, whole};
+use super::{Bound, Memory, Order, Shape};
 
 #[repr(C)]
 struct Request {
     kernel: *const c_char,
     buffers: *const *mut c_void,
     buffer_count: u32,
-    written: *const Written,
+    written: *const Given,
     written_count: u32,
-    races: bool,
-    memory: *const u32,
+    memory: *const Given,
     memory_count: u32,
     grid: [u32; 3],
     threads: u32,
     order: u32,
 }
 
-/// Memory that a kernel may write.
+/// Memory that a kernel may write, and what races are found with: null, if none are looked for.
 #[repr(C)]
-struct Written {
-    memory: *mut c_void,
+struct Given {
+    first: *mut u8,
     bytes: usize,
+    cells: *mut u8,
 }
 
 /// Two accesses that nothing orders.
@@ -59,36 +59,25 @@ struct Access {
     kind: u8,
 }
 
-type Allocate = unsafe extern "C" fn(usize, bool) -> *mut c_void;
-type Release = unsafe extern "C" fn(*mut c_void, usize);
 type Run = unsafe extern "C" fn(*const Request, *mut c_char, usize, *mut Race) -> c_int;
 
-/// Memory beside a guard.
-pub struct Guarded {
-    address: *mut u8,
-    bytes: usize,
-    release: Release,
+/// Guarded memory, and the accesses to it if races are looked for: three for each byte.
+pub struct Watched {
+    pub memory: Guarded,
+    cells: OnceCell<Guarded>,
 }
 
-// SAFETY: the memory belongs to this value alone.
-unsafe impl Send for Guarded {}
-
-impl Guarded {
-    pub fn bytes(&self) -> &[u8] {
-        // SAFETY: `bytes` bytes were allocated, and live as long as this value.
-        unsafe { std::slice::from_raw_parts(self.address, self.bytes) }
+impl Watched {
+    pub fn new(bytes: usize, guard: Guard) -> Self {
+        Self { memory: Guarded::new(bytes, guard).unwrap(), cells: OnceCell::new() }
     }
 
-    pub fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above, and this is the only reference.
-        unsafe { std::slice::from_raw_parts_mut(self.address, self.bytes) }
-    }
-}
-
-impl Drop for Guarded {
-    fn drop(&mut self) {
-        // SAFETY: allocated by the same library with this length.
-        unsafe { (self.release)(self.address.cast(), self.bytes) }
+    /// For a launch, which looks for races in it if it is asked to.
+    fn given(&self, races: bool) -> Given {
+        let bytes = self.memory.bytes().len();
+        let cells = || Guarded::new(bytes * 3 * size_of::<Access>(), Guard::End).unwrap();
+        let cells = if races { self.cells.get_or_init(cells).address() } else { null_mut() };
+        Given { first: self.memory.address(), bytes, cells }
     }
 }
 
@@ -99,53 +88,25 @@ pub fn shim() -> PathBuf {
 /// Kernels as a library of this machine.
 pub struct Cpu {
     library: Library,
-    path: PathBuf,
     source: String,
 }
 
 impl Cpu {
     /// Compiles Metal source with the C++ compiler; the source itself is not changed. The result is kept for the next run.
     pub fn compile(source: &str, signatures: &[Signature]) -> Self {
-        static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
-        let guard = ONE_AT_A_TIME.lock().unwrap_or_else(|broken| broken.into_inner());
-        let text = whole(source, signatures, Way::Cpu);
+        let compiler = Compiler::new(Path::new(env!("CARGO_TARGET_TMPDIR")), &[&shim()]).unwrap();
         let standard = format!("-std={}", standard(source, Way::Cpu));
-        let mut hash = DefaultHasher::new();
-        for file in ["entry.h", "races.h", "runtime.cpp"] {
-            std::fs::read(shim().join(file)).unwrap().hash(&mut hash);
-        }
-        (&text, HEADERS, FLAGS, WATCHED, &standard).hash(&mut hash);
-        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("metal-{:016x}", hash.finish()));
-        let path = folder.join("kernels.so");
-        if !path.exists() {
-            std::fs::create_dir_all(&folder).unwrap();
-            std::fs::write(folder.join("lily.cpp"), text).unwrap();
-            build(&folder, &standard);
-        }
-        // Never unloaded, since it handles faults from its first launch on.
-        let flags = unix::RTLD_NOW | unix::RTLD_LOCAL | libc::RTLD_NODELETE;
-        // SAFETY: the library was built from our sources; its constructors only make a list.
-        let library = unsafe { unix::Library::open(Some(&path), flags) }.unwrap().into();
-        drop(guard);
-        Self { library, path, source: source.to_owned() }
+        let flags = [&[standard.as_str()], &FLAGS[..]].concat();
+        let watched = [&flags[..], &WATCHED].concat();
+        let text = whole(source, signatures, Way::Cpu);
+        let kernels = compiler.object("lily.cpp", &text, &watched).unwrap();
+        let runtime = compiler.object("runtime.cpp", RUNTIME, &flags).unwrap();
+        // Not linked with ThreadSanitizer's own runtime; everything that is called must be there.
+        let library = compiler.library(&[runtime, kernels]).unwrap();
+        Self { library, source: source.to_owned() }
     }
 
-    pub fn allocate(&self, bytes: usize, guard: Guard) -> Guarded {
-        // SAFETY: the functions have these types in runtime.cpp.
-        let (allocate, release) = unsafe {
-            (
-                *self.library.get::<Allocate>(b"shim_allocate\0").unwrap(),
-                *self.library.get::<Release>(b"shim_release\0").unwrap(),
-            )
-        };
-        // SAFETY: it only allocates.
-        let address = unsafe { allocate(bytes, matches!(guard, Guard::End)) };
-        assert!(!address.is_null(), "{bytes} bytes of memory");
-        Guarded { address: address.cast(), bytes, release }
-    }
-
-    /// Runs a kernel of the library that has as many buffers and threadgroup memory arguments, in memory of this library. With
-    /// `races`, one is an error.
+    /// Runs a kernel of the library that has as many buffers and threadgroup memory arguments. With `races`, one is an error.
     pub fn launch(
         &self,
         signature: &Signature,
@@ -157,22 +118,22 @@ impl Cpu {
     ) -> Result<(), String> {
         let Shape { kernel, grid, threads, memory } = shape;
         let name = CString::new(kernel).unwrap();
-        // SAFETY: within the memory, as `Kernels::launch` has checked.
-        let address =
-            |&(index, offset): &Bound| unsafe { memories[index].guarded().address.add(offset) }.cast();
+        let address = |&(index, offset): &Bound| {
+            let first = memories[index].watched().memory.address();
+            // SAFETY: within the memory, as `Kernels::launch` has checked.
+            unsafe { first.add(offset) }.cast()
+        };
         let buffers: Vec<*mut c_void> = bound.iter().map(address).collect();
-        let written: Vec<Written> = written(signature, bound)
-            .map(|index| memories[index].guarded())
-            .map(|memory| Written { memory: memory.address.cast(), bytes: memory.bytes })
-            .collect();
-        let memory: Vec<u32> = memory.iter().map(|&n| n as u32).collect();
+        let written: Vec<Given> =
+            written(signature, bound).map(|index| memories[index].watched().given(races)).collect();
+        let threadgroup: Vec<Watched> = memory.iter().map(|&bytes| Watched::new(bytes, Guard::End)).collect();
+        let memory: Vec<Given> = threadgroup.iter().map(|memory| memory.given(races)).collect();
         let request = Request {
             kernel: name.as_ptr(),
             buffers: buffers.as_ptr(),
             buffer_count: buffers.len() as u32,
             written: written.as_ptr(),
             written_count: written.len() as u32,
-            races,
             memory: memory.as_ptr(),
             memory_count: memory.len() as u32,
             grid: grid.map(|n| n as u32),
@@ -188,7 +149,7 @@ impl Cpu {
         // SAFETY: the function has this type in runtime.cpp; all pointers live until it returns, and the kernels' accesses
         // are held to their buffers by guard pages.
         let code = unsafe {
-            let run = self.library.get::<Run>(b"shim_launch\0").unwrap();
+            let run = self.library.function::<Run>("shim_launch").unwrap();
             run(&request, error.as_mut_ptr(), error.len(), &mut race)
         };
         // SAFETY: the runtime ends it with a zero.
@@ -219,7 +180,7 @@ impl Cpu {
     fn line(&self, code: u32) -> String {
         let output = Command::new("addr2line")
             .args(["-i", "-s", "-e"])
-            .arg(&self.path)
+            .arg(self.library.path())
             .arg(format!("{:x}", code - 1))
             .output()
             .unwrap_or_else(|e| {
@@ -244,6 +205,9 @@ fn written<'a>(signature: &'a Signature, bound: &'a [Bound]) -> impl Iterator<It
     writable.collect::<BTreeSet<usize>>().into_iter()
 }
 
+/// What runs the kernels.
+const RUNTIME: &str = include_str!("../shim/runtime.cpp");
+
 /// Indices of private arrays, shifts and alignment are checked; a fault says so.
 const FLAGS: [&str; 11] = [
     "-O2",
@@ -261,38 +225,5 @@ const FLAGS: [&str; 11] = [
 ];
 
 /// Of the kernels alone: their accesses are told to the runtime, with lines.
-const WATCHED: [&str; 5] =
-    ["-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0", "-fno-partial-inlining", "-g1", "-c"];
-
-fn build(folder: &Path, standard: &str) {
-    let made = folder.join(format!("kernels-{}", std::process::id()));
-    let (object, library) = (made.with_extension("o"), made.with_extension("so"));
-    compile(
-        Command::new(compiler())
-            .arg(standard)
-            .args(FLAGS)
-            .args(WATCHED)
-            .arg(folder.join("lily.cpp"))
-            .arg("-o")
-            .arg(&object),
-    );
-    // Not linked with ThreadSanitizer's own runtime; everything that is called must be there.
-    let runtime = shim().join("runtime.cpp");
-    let link = ["-shared", "-Wl,-z,defs", "-o"];
-    let sources = [runtime, object.clone()];
-    compile(Command::new(compiler()).arg(standard).args(FLAGS).args(sources).args(link).arg(&library));
-    std::fs::remove_file(object).unwrap();
-    std::fs::rename(library, folder.join("kernels.so")).unwrap();
-}
-
-fn compiler() -> String {
-    std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned())
-}
-
-fn compile(command: &mut Command) {
-    let output = command.arg("-I").arg(shim()).output().unwrap_or_else(|e| {
-        let compiler = compiler();
-        panic!("the C++ compiler {compiler} can't be run ({e}): install one (Debian: apt install build-essential)")
-    });
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-}
+const WATCHED: [&str; 4] =
+    ["-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0", "-fno-partial-inlining", "-g1"];

@@ -16,7 +16,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use lily_metal::plan::{LANES, THREADGROUP_MEMORY, THREADGROUP_MEMORY_ALIGNMENT};
 
-use cpu::{Cpu, Guarded};
+pub use lily_emulate::memory::Guard;
+
+use cpu::{Cpu, Watched};
 use gpu::{Gpu, Mirrored};
 use signature::Signature;
 
@@ -60,42 +62,35 @@ pub enum Order {
 
 pub const ORDERS: [Order; 3] = [Order::Forward, Order::Backward, Order::Random(7)];
 
-/// Where a buffer's guard is on the CPU. On a GPU a sanitizer looks.
-#[derive(Clone, Copy, Debug)]
-pub enum Guard {
-    Start,
-    End,
-}
-
-/// Memory of a kernel; on the CPU an access past its guard is caught.
+/// Memory of a kernel; on the CPU an access past its guard is caught, on a GPU a sanitizer looks.
 pub struct Memory {
     place: Place,
     pub bytes: usize,
 }
 
 enum Place {
-    Cpu(Guarded),
+    Cpu(Watched),
     Gpu(Mirrored),
 }
 
 impl Memory {
     pub fn bytes(&self) -> &[u8] {
         match &self.place {
-            Place::Cpu(memory) => memory.bytes(),
+            Place::Cpu(watched) => watched.memory.bytes(),
             Place::Gpu(memory) => &memory.host,
         }
     }
 
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         match &mut self.place {
-            Place::Cpu(memory) => memory.bytes_mut(),
+            Place::Cpu(watched) => watched.memory.bytes_mut(),
             Place::Gpu(memory) => memory.bytes_mut(),
         }
     }
 
-    fn guarded(&self) -> &Guarded {
+    fn watched(&self) -> &Watched {
         match &self.place {
-            Place::Cpu(memory) => memory,
+            Place::Cpu(watched) => watched,
             Place::Gpu(_) => panic!("memory of a GPU for kernels on the CPU"),
         }
     }
@@ -146,7 +141,7 @@ impl Kernels {
 
     pub fn allocate(&self, bytes: usize, guard: Guard) -> Memory {
         let place = match &self.device {
-            Device::Cpu(cpu) => Place::Cpu(cpu.allocate(bytes, guard)),
+            Device::Cpu(_) => Place::Cpu(Watched::new(bytes, guard)),
             Device::Gpu(gpu) => Place::Gpu(gpu.allocate(bytes)),
         };
         let mut memory = Memory { place, bytes };
