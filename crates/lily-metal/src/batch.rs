@@ -127,29 +127,28 @@ impl Builder<'_> {
     }
 
     fn matmul(&mut self, p: Product) {
+        let tiles = |rows| (rows, tile_memory(rows));
+        let tensor_tiles = |rows| (rows, tensor_memory(rows, TILE_OUTS));
+        // The router's are f32 on every device: which experts are chosen must not depend on rounding.
+        let (kernel, (tile, memory)) = match (is_router(p.matrix), p.rows, self.features.tensor) {
+            (_, ..=FEW, _) => ("matmul_few", (p.rows, Vec::new())),
+            (true, ..) => ("matmul_router", tiles(SMALL_TILE_ROWS)),
+            (_, ..=SMALL, false) => ("matmul_16", tiles(SMALL_TILE_ROWS)),
+            (_, _, false) => ("matmul", tiles(TILE_ROWS)),
+            (_, ..=SMALL, true) => ("matmul_tensor_32", tensor_tiles(SMALL_TENSOR_ROWS)),
+            (_, _, true) => ("matmul_tensor", tensor_tiles(TILE_ROWS)),
+        };
         let access = if p.add { Access::ReadWrite } else { Access::Write };
         let end = p.at + (p.rows - 1) * p.width + p.outs;
         let bindings = self
             .bind()
             .scratch(p.x, p.cols, &(0..p.rows), Access::Read)
-            .matrix(p.matrix)
+            .matrix(p.matrix, p.rows.next_multiple_of(tile))
             .numbers(&[p.rows, p.cols, p.outs, p.width, usize::from(p.add)])
             .part(p.y, p.at * F32..end * F32, access)
             .list;
-        if p.rows <= FEW {
-            let grid = [p.outs.div_ceil(PRODUCT_ROWS), 1, 1];
-            return self.launch("matmul_few", grid, TILE_THREADS, Vec::new(), bindings);
-        }
-        // The router's are f32 on every device: which experts are chosen must not depend on rounding.
-        let (kernel, rows, tensor) = match (is_router(p.matrix), p.rows <= SMALL, self.features.tensor) {
-            (true, ..) => ("matmul_router", SMALL_TILE_ROWS, false),
-            (_, true, false) => ("matmul_16", SMALL_TILE_ROWS, false),
-            (_, false, false) => ("matmul", TILE_ROWS, false),
-            (_, true, true) => ("matmul_tensor_32", SMALL_TENSOR_ROWS, true),
-            (_, false, true) => ("matmul_tensor", TILE_ROWS, true),
-        };
-        let memory = if tensor { tensor_memory(rows, TILE_OUTS) } else { tile_memory(rows) };
-        let grid = [p.outs.div_ceil(TILE_OUTS), p.rows.div_ceil(rows), 1];
+        let outs = if p.rows <= FEW { PRODUCT_ROWS } else { TILE_OUTS };
+        let grid = [p.outs.div_ceil(outs), p.rows.div_ceil(tile), 1];
         self.launch(kernel, grid, TILE_THREADS, memory, bindings);
     }
 
@@ -351,7 +350,7 @@ impl Builder<'_> {
             .bind()
             .packed_queries(&rows, Access::Read)
             .position(segment, Access::Read)
-            .numbers(&[rows.len(), parts])
+            .numbers(&[rows.len(), parts, 0])
             .cache(segment, layer, State::Keys, false, true)
             .cache(segment, layer, State::Values, false, true)
             .parts(segment, Access::Write)
@@ -425,7 +424,7 @@ impl Builder<'_> {
         self.launch("sort_pairs", grid, 4 * LANES, Vec::new(), bindings);
     }
 
-    /// Gate, up and down of all pairs.
+    /// Gate, up and down of all pairs. Those of the shared expert are counted among the others': they are in tiles like them.
     fn experts(&mut self, layer: usize) {
         let (hidden, m) = (self.config.hidden_size, &self.config.moe);
         let (slots, width) = (m.experts_per_token + 1, m.expert_width.max(m.shared_width));
@@ -437,10 +436,10 @@ impl Builder<'_> {
             .scratch("shares", slots, &rows, Access::Read)
             .scratch("order", slots, &rows, Access::Read)
             .scratch("tiles", TILE_WORDS, &(0..most), Access::Read)
-            .experts(&name("switch_mlp.gate_proj"), rows.len())
-            .experts(&name("switch_mlp.up_proj"), rows.len())
-            .matrix(&name("shared_expert.gate_proj"))
-            .matrix(&name("shared_expert.up_proj"))
+            .experts(&name("switch_mlp.gate_proj"), rows.len(), most * PAIR_ROWS)
+            .experts(&name("switch_mlp.up_proj"), rows.len(), most * PAIR_ROWS)
+            .matrix(&name("shared_expert.gate_proj"), 0)
+            .matrix(&name("shared_expert.up_proj"), 0)
             .scratch("middle", slots * width, &rows, Access::Write)
             .list;
         // Half of the weights in hand are of gate, half of up.
@@ -455,8 +454,8 @@ impl Builder<'_> {
             .scratch("middle", slots * width, &rows, Access::Read)
             .scratch("order", slots, &rows, Access::Read)
             .scratch("tiles", TILE_WORDS, &(0..most), Access::Read)
-            .experts(&name("switch_mlp.down_proj"), rows.len())
-            .matrix(&name("shared_expert.down_proj"))
+            .experts(&name("switch_mlp.down_proj"), rows.len(), most * PAIR_ROWS)
+            .matrix(&name("shared_expert.down_proj"), 0)
             .scratch("spread", hidden * slots, &rows, Access::Write)
             .list;
         let (kernel, memory) = match self.features.tensor {

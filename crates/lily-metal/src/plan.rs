@@ -207,6 +207,11 @@ pub struct Binding {
     pub bytes: u64,
     /// What is added for each position that came before.
     pub bytes_per_position: u64,
+    /// Multiplications with what is in it, those of unused rows of tiles too: weights, keys, values or recurrent state. Of all else
+    /// there are too few to count.
+    pub multiply_adds: u64,
+    /// What is added for each position that came before.
+    pub multiply_adds_per_position: u64,
     /// Bytes into the buffer at which it is bound.
     pub offset: usize,
     /// Bytes from there on that the launch may touch.
@@ -247,6 +252,16 @@ impl Launch {
     /// What each position adds to that.
     pub fn bytes_per_position(&self) -> u64 {
         self.bindings.iter().map(|b| b.bytes_per_position).sum()
+    }
+
+    /// Multiplications of it at the start of a sequence.
+    pub fn multiply_adds(&self) -> u64 {
+        self.bindings.iter().map(|b| b.multiply_adds).sum()
+    }
+
+    /// What each position adds to that.
+    pub fn multiply_adds_per_position(&self) -> u64 {
+        self.bindings.iter().map(|b| b.multiply_adds_per_position).sum()
     }
 }
 

@@ -179,8 +179,8 @@ fn check_attention(device: &mut dyn Device, launch: &Launch, config: &Config) ->
     let given = vec![
         halves(&queries),
         Given::Words(vec![POSITION as u32]),
-        // In one part.
-        Given::Words(vec![ROWS as u32, 1]),
+        // In one part, from the first tile on.
+        Given::Words(vec![ROWS as u32, 1, 0]),
         halves(&keys),
         halves(&cached),
         Given::Output(ROWS * heads * d),

@@ -32,9 +32,8 @@ fn options() -> Options {
         max_sequences: 4,
         snapshot_bytes: 1 << 20,
         kv: KvType::F32,
-        residency: true,
-        tensor: true,
         aligned_copies: false,
+        ..Options::default()
     }
 }
 
@@ -520,7 +519,7 @@ fn a_step_that_the_device_gives_up_fails_its_requests() {
     let (a, b) = (backend.create(40).unwrap(), backend.create(40).unwrap());
     let expected = fresh(&model, &[1, 2, 3, 4]);
     assert_close(&feed(&mut backend, a, 0, &[1, 2, 3]), &expected[..3]);
-    backend.device().failing = 1;
+    backend.device().failing = Some(0);
     let outputs = step(&mut backend, vec![segment(b, 0, &[1; 20], greedy())]);
     let e = outputs[0].as_ref().unwrap_err();
     assert_eq!(e.to_string(), "the device failed: the GPU stopped its work: it fails on purpose");
@@ -528,7 +527,7 @@ fn a_step_that_the_device_gives_up_fails_its_requests() {
     assert_close(&feed(&mut backend, a, 3, &[4]), &expected[3..]);
     // Behind it in the queue too.
     let b = backend.create(40).unwrap();
-    backend.device().failing = 1;
+    backend.device().failing = Some(0);
     let first = backend.forward(&Batch { segments: vec![segment(b, 0, &[1, 2], greedy())] }).unwrap();
     let second = backend.forward(&Batch { segments: vec![segment(a, 4, &[5], greedy())] }).unwrap();
     assert!(matches!(backend.wait(first).unwrap()[0], Err(SegmentError::Device(_))));
