@@ -69,6 +69,16 @@ impl<'a> Builder<'a> {
         0..self.segments.iter().map(|s| s.tokens).sum()
     }
 
+    /// The tokens from the first to the last that logits are wanted of: what comes behind the state of the last layer is for them alone.
+    pub fn wanted_rows(&self) -> Range<usize> {
+        let wanted = |segment: usize| {
+            let rows = self.rows(segment);
+            rows.end - self.segments[segment].want.rows(rows.len())..rows.end
+        };
+        let wanted = (0..self.segments.len()).map(wanted).filter(|rows| !rows.is_empty());
+        wanted.reduce(|first, last| first.start..last.end).unwrap_or(0..0)
+    }
+
     /// Bits of a matrix's codes; 16: values of bf16.
     pub fn bits(&self, name: &str) -> usize {
         let affine = self.modules.get(name).and_then(|module| module.affine(self.config));

@@ -1,5 +1,7 @@
 //! The launches of each block: those of a step of one token, and those that steps of more tokens share with it.
 
+use std::ops::Range;
+
 use crate::builder::{Builder, F32};
 use crate::draw;
 use crate::plan::{Access, Binding, Contents, LANES, PARTS, State};
@@ -173,18 +175,18 @@ impl Builder<'_> {
         self.launch("combine", [a.heads, rows.len(), 1], 256, Vec::new(), bindings);
     }
 
-    /// Mixture of experts of a layer, token by token.
-    pub fn moe(&mut self, layer: usize) {
+    /// Mixture of experts of a layer, for some of the step's tokens, token by token.
+    pub fn moe(&mut self, layer: usize, x: &Range<usize>) {
         let (hidden, m) = (self.config.hidden_size, &self.config.moe);
         let (slots, width) = (m.experts_per_token + 1, m.expert_width.max(m.shared_width));
         let name = |module: &str| format!("layers.{layer}.mlp.{module}");
         let norm = format!("layers.{layer}.post_attention_layernorm");
-        let rows = self.all_rows();
-        let (tokens, chosen) = (rows.len(), rows.len() * m.experts_per_token);
+        let (tokens, rows) = (x.len(), 0..x.len());
+        let chosen = tokens * m.experts_per_token;
 
         let bindings = self
             .bind()
-            .x(&rows, Access::Read)
+            .x(x, Access::Read)
             .vector(&norm)
             .matrix(&name("gate"), tokens)
             .matrix(&name("shared_expert_gate"), tokens)
@@ -194,7 +196,7 @@ impl Builder<'_> {
 
         let bindings = self
             .bind()
-            .x(&rows, Access::Read)
+            .x(x, Access::Read)
             .vector(&norm)
             .scratch("router_logits", m.experts + 1, &rows, Access::Read)
             .experts(&name("switch_mlp.gate_proj"), tokens, chosen)
@@ -212,7 +214,7 @@ impl Builder<'_> {
             .scratch("chosen", m.experts_per_token, &rows, Access::Read)
             .experts(&name("switch_mlp.down_proj"), tokens, chosen)
             .matrix(&name("shared_expert.down_proj"), tokens)
-            .x(&rows, Access::ReadWrite)
+            .x(x, Access::ReadWrite)
             .list;
         self.product("down", hidden, [1, tokens], bindings);
     }

@@ -396,13 +396,14 @@ pub fn plan_step(
     let mut builder = Builder::new(config, modules, segments, features.into());
     (0..segments.len()).for_each(|segment| builder.embed(segment));
     for (layer, kind) in config.layers.iter().enumerate() {
+        let rows = if layer + 1 < config.layers.len() { builder.all_rows() } else { builder.wanted_rows() };
         match (kind, one) {
             (LayerKind::Gdn, true) => builder.gdn(layer),
-            (LayerKind::Gdn, false) => builder.gdn_rows(layer),
+            (LayerKind::Gdn, false) => builder.gdn_rows(layer, !rows.is_empty()),
             (LayerKind::Attention, true) => builder.attention(layer),
-            (LayerKind::Attention, false) => builder.attention_rows(layer),
+            (LayerKind::Attention, false) => builder.attention_rows(layer, !rows.is_empty()),
         }
-        if one { builder.moe(layer) } else { builder.moe_rows(layer) }
+        builder.moe_rows(layer, rows);
     }
     if one {
         builder.head()

@@ -139,7 +139,7 @@ fn check_product(
         if is_plain { halves(&plain) } else { Given::Bytes(codes.clone()) },
         halves(&scales),
         halves(&biases),
-        Given::Words([rows, COLS, OUTS, OUTS, 0].map(|n| n as u32).to_vec()),
+        Given::Words([rows, COLS, OUTS, 0].map(|n| n as u32).to_vec()),
         Given::Output(rows * OUTS),
     ];
     let got = run(device, launch, [1; 3], given).map_err(|e| e.to_string())?;

@@ -214,6 +214,23 @@ fn logits_of_every_position_are_those_of_the_reference() {
     assert_close(&next(), &reference(&model, &ids[100..105])[4..]);
 }
 
+/// Chunks whose logits nobody wants end with the state of the last layer, which is all there; beside one whose are.
+#[test]
+fn a_prompt_is_read_without_logits() {
+    let model = nano();
+    let ids = &golden("prompt.300")[..40];
+    let mut backend = backend(&model);
+    let (a, b) = (backend.create(40).unwrap(), backend.create(40).unwrap());
+    step(&mut backend, vec![segment(a, 0, &ids[..20], Want::Nothing)]);
+    step(&mut backend, vec![segment(a, 20, &ids[20..21], Want::Nothing)]);
+    let last = Want::Logits(Rows::Last);
+    let beside = vec![segment(b, 0, &ids[..3], last.clone()), segment(a, 21, &ids[21..33], Want::Nothing)];
+    let output = step(&mut backend, beside).remove(0).unwrap();
+    assert_close(&rows(output, model.config.vocab_size), &reference(&model, &ids[..3])[2..]);
+    let output = step(&mut backend, vec![segment(a, 33, &ids[33..], last)]).remove(0).unwrap();
+    assert_close(&rows(output, model.config.vocab_size), &reference(&model, ids)[39..]);
+}
+
 /// A folder with `nano`, in which tensors are aligned as other writers than MLX do it, or all of them are not.
 fn nano_in_a_folder(is_aligned: bool) -> tempfile::TempDir {
     let out = tempfile::tempdir().unwrap();
