@@ -13,6 +13,13 @@ constant constexpr uint HEIGHT = TILE_ROWS / 8;
 /// 8x8 matrices beside each other that a SIMD-group has of the output.
 constant constexpr uint SLICE = HEAD_DIM / (8 * TILE_SIMDGROUPS);
 
+/// Tokens, into how many parts their positions are divided, and the first tile of a launch, which may have some of them only.
+struct Tiles {
+    uint rows;
+    uint parts;
+    uint first;
+};
+
 /// Norms and rotation: queries go to `q`, `[rows, HEADS, HEAD_DIM]`, scaled; keys and values are appended to the cache. Threadgroups
 /// behind the last row fill its block with zeros, so that `attend_rows` never multiplies with what was not written.
 [[max_total_threads_per_threadgroup(256)]]
@@ -72,7 +79,7 @@ kernel void append(
 kernel void attend_rows(
     const device KV* q [[buffer(0)]],
     const device uint* position [[buffer(1)]],
-    const device Chunk* chunk [[buffer(2)]],
+    const device Tiles* tiles [[buffer(2)]],
     const device KV* keys [[buffer(3)]],
     const device KV* values [[buffer(4)]],
     device float* parts [[buffer(5)]],
@@ -88,10 +95,10 @@ kernel void attend_rows(
     uint lane [[thread_index_in_simdgroup]]
 ) {
     const uint kv_head = group.y;
-    const uint first_token = group.z * TILE_TOKENS;
-    const uint tokens = min(TILE_TOKENS, chunk->rows - first_token);
+    const uint first_token = (tiles->first + group.z) * TILE_TOKENS;
+    const uint tokens = min(TILE_TOKENS, tiles->rows - first_token);
     const uint start = position[0] + first_token;
-    const uint length = part_length(position[0] + chunk->rows, chunk->parts);
+    const uint length = part_length(position[0] + tiles->rows, tiles->parts);
     const uint end = min((group.x + 1) * length, start + tokens);
 
     for (uint i = thread_index; i < TILE_ROWS * HEAD_DIM; i += LANES * TILE_SIMDGROUPS) {
@@ -187,7 +194,7 @@ kernel void attend_rows(
             const uint token = r / SHARED_BY;
             if (token < tokens) {
                 const ulong head = ulong(first_token + token) * HEADS + kv_head * SHARED_BY + r % SHARED_BY;
-                parts[(head * chunk->parts + group.x) * HEAD_DIM + i % HEAD_DIM] = rows[i];
+                parts[(head * tiles->parts + group.x) * HEAD_DIM + i % HEAD_DIM] = rows[i];
             }
         }
         threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -197,8 +204,8 @@ kernel void attend_rows(
         const uint token = r / SHARED_BY;
         if (lane == 0 && token < tokens) {
             const ulong head = ulong(first_token + token) * HEADS + kv_head * SHARED_BY + r % SHARED_BY;
-            weights[2 * (head * chunk->parts + group.x)] = top[i];
-            weights[2 * (head * chunk->parts + group.x) + 1] = total[i];
+            weights[2 * (head * tiles->parts + group.x)] = top[i];
+            weights[2 * (head * tiles->parts + group.x) + 1] = total[i];
         }
     }
 }

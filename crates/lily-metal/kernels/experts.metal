@@ -25,9 +25,10 @@ struct Sizes {
 [[max_total_threads_per_threadgroup(128)]]
 kernel void route(
     const device float* logits [[buffer(0)]],
-    const device uint* rows [[buffer(1)]],
-    device uint* chosen [[buffer(2)]],
-    device float* shares [[buffer(3)]],
+    const device float* shared_logits [[buffer(1)]],
+    const device uint* rows [[buffer(2)]],
+    device uint* chosen [[buffer(3)]],
+    device float* shares [[buffer(4)]],
     uint group [[threadgroup_position_in_grid]],
     uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]
@@ -36,11 +37,11 @@ kernel void route(
     if (pair >= rows[0] * SLOTS) {
         return;
     }
-    logits += ulong(pair / SLOTS) * (EXPERTS + 1);
+    logits += ulong(pair / SLOTS) * EXPERTS;
     uint expert = EXPERTS;
     float weight = 0.0f;
     if (pair % SLOTS == TOP_K) {
-        weight = sigmoid(logits[EXPERTS]);
+        weight = sigmoid(shared_logits[pair / SLOTS]);
     } else {
         expert = choose(logits, pair % SLOTS, lane, weight);
     }

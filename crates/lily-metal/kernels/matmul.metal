@@ -16,13 +16,11 @@ constant constexpr uint FEW = 8;
 /// Inputs that a lane of it takes at a time: a word of codes. More would take more registers than 8 rows leave.
 constant constexpr uint FEW_INPUTS = 8;
 
-/// What is multiplied: y = W x for each of `rows` rows of `cols` inputs; y has `outs` values a row, and its rows begin `width`
-/// values apart. With `add`, what is in y is added.
+/// What is multiplied: y = W x for each of `rows` rows of `cols` inputs; y has `outs` values a row. With `add`, what is in y is added.
 struct Product {
     uint rows;
     uint cols;
     uint outs;
-    uint width;
     uint add;
 };
 
@@ -156,7 +154,7 @@ inline void product_tile(
         const uint row = first_row + i / TILE_OUTS;
         const uint out = first_out + i % TILE_OUTS;
         if (row < p->rows && out < p->outs) {
-            device float* to = y + ulong(row) * p->width + out;
+            device float* to = y + ulong(row) * p->outs + out;
             to[0] = p->add != 0 ? to[0] + tile[i] : tile[i];
         }
     }
@@ -278,7 +276,7 @@ kernel void matmul_few(
             for (uint r = 0; r < ROWS; ++r) {
                 const float sum = simd_sum(sums[t][r]);
                 if (lane == r) {
-                    device float* to = y + ulong(t) * product->width + out + r;
+                    device float* to = y + ulong(t) * product->outs + out + r;
                     to[0] = product->add != 0 ? to[0] + sum : sum;
                 }
             }

@@ -43,7 +43,7 @@ inline BlockTile block_tile(const device KV* at) {
 kernel void attend_tensor(
     const device KV* q [[buffer(0)]],
     const device uint* position [[buffer(1)]],
-    const device Chunk* chunk [[buffer(2)]],
+    const device Tiles* tiles [[buffer(2)]],
     const device KV* keys [[buffer(3)]],
     const device KV* values [[buffer(4)]],
     device float* parts [[buffer(5)]],
@@ -59,10 +59,10 @@ kernel void attend_tensor(
     uint lane [[thread_index_in_simdgroup]]
 ) {
     const uint kv_head = group.y;
-    const uint first_token = group.z * TENSOR_TOKENS;
-    const uint tokens = min(TENSOR_TOKENS, chunk->rows - first_token);
+    const uint first_token = (tiles->first + group.z) * TENSOR_TOKENS;
+    const uint tokens = min(TENSOR_TOKENS, tiles->rows - first_token);
     const uint start = position[0] + first_token;
-    const uint length = part_length(position[0] + chunk->rows, chunk->parts);
+    const uint length = part_length(position[0] + tiles->rows, tiles->parts);
     const uint end = min((group.x + 1) * length, start + tokens);
     // Where rows of the tile are among those of heads.
     const ulong heads = ulong(first_token) * HEADS + kv_head * SHARED_BY;
@@ -131,7 +131,7 @@ kernel void attend_tensor(
             const uint token = uint(place[1]) / SHARED_BY;
             if (token < tokens) {
                 const ulong head = heads + token * HEADS + uint(place[1]) % SHARED_BY;
-                parts[(head * chunk->parts + group.x) * HEAD_DIM + uint(place[0])] = out[i];
+                parts[(head * tiles->parts + group.x) * HEAD_DIM + uint(place[0])] = out[i];
             }
         }
     }
@@ -139,7 +139,7 @@ kernel void attend_tensor(
         const uint r = simdgroup * TENSOR_SHARE + i;
         const uint token = r / SHARED_BY;
         if (lane == 0 && token < tokens) {
-            const ulong part = (heads + token * HEADS + r % SHARED_BY) * chunk->parts + group.x;
+            const ulong part = (heads + token * HEADS + r % SHARED_BY) * tiles->parts + group.x;
             weights[2 * part] = top[i];
             weights[2 * part + 1] = total[i];
         }

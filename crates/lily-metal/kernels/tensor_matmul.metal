@@ -109,7 +109,7 @@ inline void tensor_tile(
             const uint out = first_out + uint(place[0]);
             const uint row = first_row + uint(place[1]);
             if (row < p->rows && out < p->outs) {
-                device float* to = y + ulong(row) * p->width + out;
+                device float* to = y + ulong(row) * p->outs + out;
                 to[0] = p->add != 0 ? to[0] + sums[i] : sums[i];
             }
         }

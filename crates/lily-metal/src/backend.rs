@@ -61,11 +61,19 @@ pub(crate) struct Sequence {
 struct Pending {
     ticket: u64,
     flight: usize,
+    step: Enqueued,
+    /// Once it was waited for.
+    outputs: Option<StepOutput>,
+}
+
+/// What was handed over of a step.
+#[derive(Default)]
+struct Enqueued {
     asked: Vec<Asked>,
     /// What is to be waited for.
     submissions: Vec<Submission>,
-    /// Once it was waited for.
-    outputs: Option<StepOutput>,
+    /// Why the rest of it could not be handed over.
+    failed: Option<String>,
 }
 
 /// Tokens of a segment that are run together.
@@ -245,44 +253,65 @@ impl<D: Device> MetalBackend<D> {
         }
     }
 
-    /// Hands a step over. What it can't keep of logits it waits for and reads on the way.
+    /// Hands a step over. If it can't be from somewhere on, what runs already is to be waited for, and fails.
     fn enqueue(
         &mut self,
         batch: &Batch,
         pieces: Vec<Vec<Part>>,
         flight: &Flight,
-    ) -> Result<(Vec<Asked>, Vec<Submission>), BackendError> {
-        let mut asked = asked(batch);
-        let (mut submissions, mut logit_row) = (Vec::new(), 0);
+    ) -> Result<Enqueued, BackendError> {
+        let mut step = Enqueued { asked: asked(batch), ..Enqueued::default() };
+        match self.enqueue_pieces(batch, pieces, flight, &mut step) {
+            Err(why) if step.submissions.is_empty() => return Err(BackendError::Device(why)),
+            outcome => step.failed = outcome.err(),
+        }
+        Ok(step)
+    }
+
+    /// Hands the pieces of a step over. What it can't keep of logits it waits for and reads on the way.
+    fn enqueue_pieces(
+        &mut self,
+        batch: &Batch,
+        pieces: Vec<Vec<Part>>,
+        flight: &Flight,
+        step: &mut Enqueued,
+    ) -> Result<(), String> {
+        let mut logit_row = 0;
         let mut pieces: VecDeque<Vec<Part>> = pieces.into();
         while let Some(piece) = pieces.pop_front() {
             let shape: Shape = piece.iter().map(|part| (part.count, part.want)).collect();
             let rows: usize = piece.iter().map(|part| part.want.rows(part.count)).sum();
             if logit_row + rows > LOGIT_ROWS {
                 // Whether it went well is asked again when the step is waited for.
-                submissions.last().map(|&s| self.device.wait(s));
-                asked.iter_mut().filter(|a| needs_logits(&a.want)).for_each(|a| self.read_logits(a, flight));
+                step.submissions.last().map(|&s| self.device.wait(s));
+                let with_logits = step.asked.iter_mut().filter(|a| needs_logits(&a.want));
+                with_logits.for_each(|a| self.read_logits(a, flight));
                 logit_row = 0;
             }
             let run = self.run(batch, &piece, logit_row, flight);
             let Loaded { steps, state, .. } = &mut self.loaded;
             let program = steps.program(&self.device, state, &shape);
-            let Some(program) = program.map_err(|e| BackendError::Device(e.to_string()))? else {
+            let Some(program) = program.map_err(|e| e.to_string())? else {
                 // Each segment for itself: there is memory for that.
                 let parts = piece.into_iter().map(|part| vec![part]);
                 parts.rev().for_each(|part| pieces.push_front(part));
                 continue;
             };
-            submissions.push(self.device.submit(&mut |encoder| program.encode(encoder, &run))?);
-            self.last_submission = submissions.last().copied();
+            let positions: Vec<usize> = piece.iter().map(|part| part.position as usize).collect();
+            for slices in program.command_buffers(&positions) {
+                let submission = self.device.submit(&mut |encoder| program.encode(encoder, &run, &slices));
+                let submission = submission.map_err(|e| e.to_string())?;
+                step.submissions.push(submission);
+                self.last_submission = Some(submission);
+            }
             for part in piece {
-                let (count, rows) = (part.want.rows(part.count), &mut asked[part.segment].logit_rows);
+                let (count, rows) = (part.want.rows(part.count), &mut step.asked[part.segment].logit_rows);
                 let begin = if rows.start == rows.end { logit_row } else { rows.start };
                 *rows = begin..logit_row + count;
                 logit_row += count;
             }
         }
-        Ok((asked, submissions))
+        Ok(())
     }
 
     /// Where everything is that a piece of a step touches.
@@ -485,14 +514,14 @@ impl<D: Device> Backend for MetalBackend<D> {
         let flight = self.loaded.flights[index];
         let pieces = pieces(batch);
         self.write_inputs(batch, &pieces, &flight);
-        let (asked, submissions) = self.enqueue(batch, pieces, &flight)?;
+        let step = self.enqueue(batch, pieces, &flight)?;
         for (i, segment) in batch.segments.iter().enumerate() {
             let draws = matches!(segment.want, Want::Sample(_));
             self.advance(segment, draws.then(|| flight.next(i)));
         }
         self.next_flight = (index + 1) % IN_FLIGHT;
         let ticket = self.states.new_id();
-        self.pending.push_back(Pending { ticket, flight: index, asked, submissions, outputs: None });
+        self.pending.push_back(Pending { ticket, flight: index, step, outputs: None });
         Ok(Ticket(ticket))
     }
 

@@ -64,9 +64,6 @@ struct Product<'n> {
     matrix: &'n str,
     y: Contents,
     outs: usize,
-    /// Values of a row of y, and the first of them that is an output.
-    width: usize,
-    at: usize,
     add: bool,
 }
 
@@ -127,44 +124,40 @@ impl Builder<'_> {
     }
 
     fn matmul(&mut self, p: Product) {
+        let tiles = |rows| (rows, tile_memory(rows));
+        let tensor_tiles = |rows| (rows, tensor_memory(rows, TILE_OUTS));
+        // The router's are f32 on every device: which experts are chosen must not depend on rounding.
+        let (kernel, (tile, memory)) = match (is_router(p.matrix), p.rows, self.features.tensor) {
+            (_, ..=FEW, _) => ("matmul_few", (p.rows, Vec::new())),
+            (true, ..) => ("matmul_router", tiles(SMALL_TILE_ROWS)),
+            (_, ..=SMALL, false) => ("matmul_16", tiles(SMALL_TILE_ROWS)),
+            (_, _, false) => ("matmul", tiles(TILE_ROWS)),
+            (_, ..=SMALL, true) => ("matmul_tensor_32", tensor_tiles(SMALL_TENSOR_ROWS)),
+            (_, _, true) => ("matmul_tensor", tensor_tiles(TILE_ROWS)),
+        };
         let access = if p.add { Access::ReadWrite } else { Access::Write };
-        let end = p.at + (p.rows - 1) * p.width + p.outs;
         let bindings = self
             .bind()
             .scratch(p.x, p.cols, &(0..p.rows), Access::Read)
-            .matrix(p.matrix)
-            .numbers(&[p.rows, p.cols, p.outs, p.width, usize::from(p.add)])
-            .part(p.y, p.at * F32..end * F32, access)
+            .matrix(p.matrix, p.rows.next_multiple_of(tile))
+            .numbers(&[p.rows, p.cols, p.outs, usize::from(p.add)])
+            .part(p.y, 0..p.rows * p.outs * F32, access)
             .list;
-        if p.rows <= FEW {
-            let grid = [p.outs.div_ceil(PRODUCT_ROWS), 1, 1];
-            return self.launch("matmul_few", grid, TILE_THREADS, Vec::new(), bindings);
-        }
-        // The router's are f32 on every device: which experts are chosen must not depend on rounding.
-        let (kernel, rows, tensor) = match (is_router(p.matrix), p.rows <= SMALL, self.features.tensor) {
-            (true, ..) => ("matmul_router", SMALL_TILE_ROWS, false),
-            (_, true, false) => ("matmul_16", SMALL_TILE_ROWS, false),
-            (_, false, false) => ("matmul", TILE_ROWS, false),
-            (_, true, true) => ("matmul_tensor_32", SMALL_TENSOR_ROWS, true),
-            (_, false, true) => ("matmul_tensor", TILE_ROWS, true),
-        };
-        let memory = if tensor { tensor_memory(rows, TILE_OUTS) } else { tile_memory(rows) };
-        let grid = [p.outs.div_ceil(TILE_OUTS), p.rows.div_ceil(rows), 1];
+        let outs = if p.rows <= FEW { PRODUCT_ROWS } else { TILE_OUTS };
+        let grid = [p.outs.div_ceil(outs), p.rows.div_ceil(tile), 1];
         self.launch(kernel, grid, TILE_THREADS, memory, bindings);
     }
 
     /// Products of h, `[rows, hidden]`, with matrices, into scratch buffers of their own: name, matrix, outputs.
-    fn project(&mut self, products: &[(&'static str, String, usize)]) {
+    fn project(&mut self, rows: usize, products: &[(&'static str, String, usize)]) {
         for (name, matrix, outs) in products {
             self.matmul(Product {
-                rows: self.all_rows().len(),
+                rows,
                 x: "h",
                 cols: self.config.hidden_size,
                 matrix,
                 y: Contents::Scratch(name),
                 outs: *outs,
-                width: *outs,
-                at: 0,
                 add: false,
             });
         }
@@ -174,32 +167,25 @@ impl Builder<'_> {
     fn add_product(&mut self, y: &'static str, cols: usize, matrix: &str) {
         let (rows, hidden) = (self.all_rows().len(), self.config.hidden_size);
         let y_of = Contents::Scratch("x");
-        self.matmul(Product {
-            rows,
-            x: y,
-            cols,
-            matrix,
-            y: y_of,
-            outs: hidden,
-            width: hidden,
-            at: 0,
-            add: true,
-        });
+        self.matmul(Product { rows, x: y, cols, matrix, y: y_of, outs: hidden, add: true });
     }
 
-    /// Gated DeltaNet mixer of a layer.
-    pub fn gdn_rows(&mut self, layer: usize) {
+    /// Gated DeltaNet mixer of a layer; without `out` only its state is wanted.
+    pub fn gdn_rows(&mut self, layer: usize, out: bool) {
         let g = &self.config.gdn;
         let (channels, value_width) = (g.conv_channels(), g.value_width());
         let name = |module: &str| format!("layers.{layer}.linear_attn.{module}");
         let rows = self.all_rows();
         self.norm(&format!("layers.{layer}.input_layernorm"), 0, rows.len(), 0);
-        self.project(&[
-            ("qkv", name("in_proj_qkv"), channels),
-            ("z", name("in_proj_z"), value_width),
-            ("b", name("in_proj_b"), g.value_heads),
-            ("a", name("in_proj_a"), g.value_heads),
-        ]);
+        self.project(
+            rows.len(),
+            &[
+                ("qkv", name("in_proj_qkv"), channels),
+                ("z", name("in_proj_z"), value_width),
+                ("b", name("in_proj_b"), g.value_heads),
+                ("a", name("in_proj_a"), g.value_heads),
+            ],
+        );
         for segment in 0..self.segments.len() {
             if self.in_chunks(segment) {
                 self.prepare_chunks(segment, layer);
@@ -210,6 +196,9 @@ impl Builder<'_> {
         }
         for segment in 0..self.segments.len() {
             self.keep_inputs(segment, layer);
+        }
+        if !out {
+            return;
         }
         let bindings = self
             .bind()
@@ -300,27 +289,37 @@ impl Builder<'_> {
         self.launch("keep_inputs", [channels.div_ceil(256), 1, 1], 256, Vec::new(), bindings);
     }
 
-    /// Gated attention mixer of a layer.
-    pub fn attention_rows(&mut self, layer: usize) {
+    /// Gated attention mixer of a layer; without `out` only its state is wanted.
+    pub fn attention_rows(&mut self, layer: usize, out: bool) {
         let a = &self.config.attention;
         let (query_width, kv_width) = (a.query_width(), a.kv_width());
         let name = |module: &str| format!("layers.{layer}.self_attn.{module}");
-        self.norm(&format!("layers.{layer}.input_layernorm"), 0, self.all_rows().len(), 0);
-        self.project(&[
-            ("queries", name("q_proj"), 2 * query_width),
-            ("new_keys", name("k_proj"), kv_width),
-            ("new_values", name("v_proj"), kv_width),
-        ]);
+        let rows = self.all_rows().len();
+        self.norm(&format!("layers.{layer}.input_layernorm"), 0, rows, 0);
+        self.project(
+            rows,
+            &[
+                ("queries", name("q_proj"), 2 * query_width),
+                ("new_keys", name("k_proj"), kv_width),
+                ("new_values", name("v_proj"), kv_width),
+            ],
+        );
         for segment in 0..self.segments.len() {
             if self.segments[segment].tokens == 1 {
                 self.attend(segment, layer);
             } else {
                 self.append(segment, layer);
-                self.attend_rows(segment, layer);
+                if out {
+                    self.attend_rows(segment, layer);
+                }
             }
-            self.combine(segment);
+            if out {
+                self.combine(segment);
+            }
         }
-        self.add_product("attended", query_width, &name("o_proj"));
+        if out {
+            self.add_product("attended", query_width, &name("o_proj"));
+        }
     }
 
     /// Norms and rotation of a segment's queries and keys; keys and values go into the cache.
@@ -351,7 +350,7 @@ impl Builder<'_> {
             .bind()
             .packed_queries(&rows, Access::Read)
             .position(segment, Access::Read)
-            .numbers(&[rows.len(), parts])
+            .numbers(&[rows.len(), parts, 0])
             .cache(segment, layer, State::Keys, false, true)
             .cache(segment, layer, State::Values, false, true)
             .parts(segment, Access::Write)
@@ -368,56 +367,58 @@ impl Builder<'_> {
         self.launch(kernel, grid, ATTEND_SIMDGROUPS * LANES, memory, bindings);
     }
 
-    /// Mixture of experts of a layer.
-    pub fn moe_rows(&mut self, layer: usize) {
-        let rows = self.all_rows();
-        if rows.len() <= FEW {
-            return self.moe(layer);
+    /// Mixture of experts of a layer, for some of the step's tokens.
+    pub fn moe_rows(&mut self, layer: usize, x: Range<usize>) {
+        match x.len() {
+            0 => return,
+            1..=FEW => return self.moe(layer, &x),
+            _ => {}
         }
+        // Where they are in all buffers but the residual stream.
+        let rows = 0..x.len();
         let (hidden, m) = (self.config.hidden_size, &self.config.moe);
         let name = |module: &str| format!("layers.{layer}.mlp.{module}");
-        self.norm(&format!("layers.{layer}.post_attention_layernorm"), 0, rows.len(), 0);
-        let logits = [("gate", 0, m.experts), ("shared_expert_gate", m.experts, 1)];
-        for (matrix, at, outs) in logits {
-            let (width, y) = (m.experts + 1, Contents::Scratch("router_logits"));
-            let (rows, matrix) = (rows.len(), &name(matrix));
-            self.matmul(Product { rows, x: "h", cols: hidden, matrix, y, outs, width, at, add: false });
-        }
-        self.sort();
-        self.experts(layer);
+        self.norm(&format!("layers.{layer}.post_attention_layernorm"), x.start, x.len(), 0);
+        self.project(
+            rows.len(),
+            &[("router_logits", name("gate"), m.experts), ("shared_logits", name("shared_expert_gate"), 1)],
+        );
+        self.sort(&rows);
+        self.experts(layer, &rows);
         let bindings = self
             .bind()
             .scratch("spread", hidden * (m.experts_per_token + 1), &rows, Access::Read)
-            .x(&rows, Access::ReadWrite)
+            .x(&x, Access::ReadWrite)
             .list;
         self.launch("sum_slots", [hidden.div_ceil(256), rows.len(), 1], 256, Vec::new(), bindings);
     }
 
     /// Tiles of pairs, at most: an expert's last one may have a single pair. As `first_tile` of `experts.metal` has it.
-    fn most_tiles(&self) -> usize {
-        let (tokens, m) = (self.all_rows().len(), &self.config.moe);
+    fn most_tiles(&self, tokens: usize) -> usize {
+        let m = &self.config.moe;
         let pairs = tokens * m.experts_per_token;
         (pairs + (PAIR_ROWS - 1) * m.experts.min(pairs)) / PAIR_ROWS + tokens.div_ceil(PAIR_ROWS)
     }
 
     /// Experts of each token, and pairs of token and slot by expert.
-    fn sort(&mut self) {
-        let (rows, m, most) = (self.all_rows(), &self.config.moe, self.most_tiles());
+    fn sort(&mut self, rows: &Range<usize>) {
+        let (m, most) = (&self.config.moe, self.most_tiles(rows.len()));
         let slots = m.experts_per_token + 1;
         let bindings = self
             .bind()
-            .scratch("router_logits", m.experts + 1, &rows, Access::Read)
+            .scratch("router_logits", m.experts, rows, Access::Read)
+            .scratch("shared_logits", 1, rows, Access::Read)
             .numbers(&[rows.len()])
-            .scratch("chosen", slots, &rows, Access::Write)
-            .scratch("shares", slots, &rows, Access::Write)
+            .scratch("chosen", slots, rows, Access::Write)
+            .scratch("shares", slots, rows, Access::Write)
             .list;
         self.launch("route", [(rows.len() * slots).div_ceil(4), 1, 1], 4 * LANES, Vec::new(), bindings);
 
         let bindings = self
             .bind()
-            .scratch("chosen", slots, &rows, Access::Read)
+            .scratch("chosen", slots, rows, Access::Read)
             .numbers(&[rows.len(), most])
-            .scratch("order", slots, &rows, Access::Write)
+            .scratch("order", slots, rows, Access::Write)
             .scratch("tiles", TILE_WORDS, &(0..most), Access::Write)
             .list;
         // A SIMD-group for each expert and the shared one.
@@ -425,23 +426,23 @@ impl Builder<'_> {
         self.launch("sort_pairs", grid, 4 * LANES, Vec::new(), bindings);
     }
 
-    /// Gate, up and down of all pairs.
-    fn experts(&mut self, layer: usize) {
+    /// Gate, up and down of all pairs. Those of the shared expert are counted among the others': they are in tiles like them.
+    fn experts(&mut self, layer: usize, rows: &Range<usize>) {
         let (hidden, m) = (self.config.hidden_size, &self.config.moe);
         let (slots, width) = (m.experts_per_token + 1, m.expert_width.max(m.shared_width));
         let name = |module: &str| format!("layers.{layer}.mlp.{module}");
-        let (rows, most) = (self.all_rows(), self.most_tiles());
+        let most = self.most_tiles(rows.len());
         let bindings = self
             .bind()
-            .scratch("h", hidden, &rows, Access::Read)
-            .scratch("shares", slots, &rows, Access::Read)
-            .scratch("order", slots, &rows, Access::Read)
+            .scratch("h", hidden, rows, Access::Read)
+            .scratch("shares", slots, rows, Access::Read)
+            .scratch("order", slots, rows, Access::Read)
             .scratch("tiles", TILE_WORDS, &(0..most), Access::Read)
-            .experts(&name("switch_mlp.gate_proj"), rows.len())
-            .experts(&name("switch_mlp.up_proj"), rows.len())
-            .matrix(&name("shared_expert.gate_proj"))
-            .matrix(&name("shared_expert.up_proj"))
-            .scratch("middle", slots * width, &rows, Access::Write)
+            .experts(&name("switch_mlp.gate_proj"), rows.len(), most * PAIR_ROWS)
+            .experts(&name("switch_mlp.up_proj"), rows.len(), most * PAIR_ROWS)
+            .matrix(&name("shared_expert.gate_proj"), 0)
+            .matrix(&name("shared_expert.up_proj"), 0)
+            .scratch("middle", slots * width, rows, Access::Write)
             .list;
         // Half of the weights in hand are of gate, half of up.
         let (kernel, outs, memory) = match self.features.tensor {
@@ -452,12 +453,12 @@ impl Builder<'_> {
 
         let bindings = self
             .bind()
-            .scratch("middle", slots * width, &rows, Access::Read)
-            .scratch("order", slots, &rows, Access::Read)
+            .scratch("middle", slots * width, rows, Access::Read)
+            .scratch("order", slots, rows, Access::Read)
             .scratch("tiles", TILE_WORDS, &(0..most), Access::Read)
-            .experts(&name("switch_mlp.down_proj"), rows.len())
-            .matrix(&name("shared_expert.down_proj"))
-            .scratch("spread", hidden * slots, &rows, Access::Write)
+            .experts(&name("switch_mlp.down_proj"), rows.len(), most * PAIR_ROWS)
+            .matrix(&name("shared_expert.down_proj"), 0)
+            .scratch("spread", hidden * slots, rows, Access::Write)
             .list;
         let (kernel, memory) = match self.features.tensor {
             true => ("down_tensor", tensor_memory(PAIR_ROWS, TILE_OUTS)),
@@ -483,17 +484,7 @@ impl Builder<'_> {
         if wanted > 0 {
             let matrix = self.head_matrix();
             let y = Contents::Logits;
-            self.matmul(Product {
-                rows: wanted,
-                x: "h",
-                cols: hidden,
-                matrix,
-                y,
-                outs: vocab,
-                width: vocab,
-                at: 0,
-                add: false,
-            });
+            self.matmul(Product { rows: wanted, x: "h", cols: hidden, matrix, y, outs: vocab, add: false });
         }
         for (segment, end) in last.into_iter().enumerate() {
             if self.segments[segment].want == Want::Nothing {

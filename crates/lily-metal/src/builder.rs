@@ -69,6 +69,16 @@ impl<'a> Builder<'a> {
         0..self.segments.iter().map(|s| s.tokens).sum()
     }
 
+    /// The tokens from the first to the last that logits are wanted of: what comes behind the state of the last layer is for them alone.
+    pub fn wanted_rows(&self) -> Range<usize> {
+        let wanted = |segment: usize| {
+            let rows = self.rows(segment);
+            rows.end - self.segments[segment].want.rows(rows.len())..rows.end
+        };
+        let wanted = (0..self.segments.len()).map(wanted).filter(|rows| !rows.is_empty());
+        wanted.reduce(|first, last| first.start..last.end).unwrap_or(0..0)
+    }
+
     /// Bits of a matrix's codes; 16: values of bf16.
     pub fn bits(&self, name: &str) -> usize {
         let affine = self.modules.get(name).and_then(|module| module.affine(self.config));
@@ -123,6 +133,20 @@ impl<'a> Builder<'a> {
     }
 }
 
+/// Bytes of a buffer that a launch touches; it is bound to their beginning. None go to or come from memory.
+fn touched(buffer: usize, access: Access, bytes: Range<usize>) -> Binding {
+    Binding {
+        buffer,
+        access,
+        bytes: 0,
+        bytes_per_position: 0,
+        multiply_adds: 0,
+        multiply_adds_per_position: 0,
+        offset: bytes.start,
+        length: bytes.len(),
+    }
+}
+
 impl Bindings<'_, '_> {
     /// A buffer of a segment of which `moved` bytes go to or come from memory.
     fn of_segment(
@@ -134,8 +158,15 @@ impl Bindings<'_, '_> {
         moved: usize,
     ) -> Self {
         let buffer = self.builder.buffer(segment, contents, bytes);
-        let (bytes, length) = (moved as u64, bytes);
-        self.list.push(Binding { buffer, access, bytes, bytes_per_position: 0, offset: 0, length });
+        self.list.push(Binding { bytes: moved as u64, ..touched(buffer, access, 0..bytes) });
+        self
+    }
+
+    /// With so many multiplications with what is in the last buffer.
+    fn times(mut self, multiply_adds: usize) -> Self {
+        if let Some(last) = self.list.last_mut() {
+            last.multiply_adds = multiply_adds as u64;
+        }
         self
     }
 
@@ -164,8 +195,7 @@ impl Bindings<'_, '_> {
     /// Bytes `range` of a buffer that stays in the caches; the launch is bound to their beginning.
     pub fn part(mut self, contents: Contents, range: Range<usize>, access: Access) -> Self {
         let buffer = self.builder.buffer(0, contents, range.end);
-        let (offset, length) = (range.start, range.len());
-        self.list.push(Binding { buffer, access, bytes: 0, bytes_per_position: 0, offset, length });
+        self.list.push(touched(buffer, access, range));
         self
     }
 
@@ -221,7 +251,7 @@ impl Bindings<'_, '_> {
         self.scratch("best", words, &(segment..segment + 1), access)
     }
 
-    /// State of a Gated DeltaNet layer.
+    /// State of a Gated DeltaNet layer; with recurrent state, which is read and written, each token multiplies four times at most.
     pub fn state(
         self,
         segment: usize,
@@ -231,7 +261,9 @@ impl Bindings<'_, '_> {
         access: Access,
         moved: usize,
     ) -> Self {
-        self.of_segment(segment, Contents::State(layer, state), len * F32, access, moved * F32)
+        let tokens = if state == State::Recurrent { self.builder.segments[segment].tokens } else { 0 };
+        let state = Contents::State(layer, state);
+        self.of_segment(segment, state, len * F32, access, moved * F32).times(4 * tokens * len)
     }
 
     /// The pages of a segment's sequence.
@@ -256,7 +288,8 @@ impl Bindings<'_, '_> {
     /// Keys or values of a layer. The segment's positions are written, if `append`; the earlier ones are read, if `attend`.
     pub fn cache(mut self, segment: usize, layer: usize, state: State, append: bool, attend: bool) -> Self {
         let Segment { tokens, capacity, .. } = self.builder.segments[segment];
-        let position = self.builder.config.attention.kv_width() * self.builder.features.kv.size();
+        let a = &self.builder.config.attention;
+        let (position, query_width) = (a.kv_width() * self.builder.features.kv.size(), a.query_width());
         let length = capacity.next_multiple_of(PAGE) * position;
         let buffer = self.builder.buffer(segment, Contents::State(layer, state), length);
         let access = match (append, attend) {
@@ -264,9 +297,15 @@ impl Bindings<'_, '_> {
             (true, false) => Access::Write,
             _ => Access::Read,
         };
-        let bytes = (tokens * position * usize::from(append)) as u64;
-        let bytes_per_position = (position * usize::from(attend)) as u64;
-        self.list.push(Binding { buffer, access, bytes, bytes_per_position, offset: 0, length });
+        let per_position = tokens * query_width * usize::from(attend);
+        self.list.push(Binding {
+            bytes: (tokens * position * usize::from(append)) as u64,
+            bytes_per_position: (position * usize::from(attend)) as u64,
+            // A token meets half of the step's own on average.
+            multiply_adds: (per_position * tokens.div_ceil(2)) as u64,
+            multiply_adds_per_position: per_position as u64,
+            ..touched(buffer, access, 0..length)
+        });
         self
     }
 
@@ -281,24 +320,27 @@ impl Bindings<'_, '_> {
         self.moved(Contents::Vector(name.to_owned()), bytes, Access::Read, bytes)
     }
 
-    /// Codes, scales and biases of a matrix that is read in full.
-    pub fn matrix(self, name: &str) -> Self {
-        self.rows_of(name, 1, 1)
+    /// Codes, scales and biases of a matrix that is read in full and multiplied with so many rows.
+    pub fn matrix(self, name: &str, rows: usize) -> Self {
+        self.rows_of(name, 1, 1, rows)
     }
 
-    /// Those of all routed experts' matrices, of which at most those that `tokens` tokens choose are read.
-    pub fn experts(self, name: &str, tokens: usize) -> Self {
+    /// Those of all routed experts' matrices, of which at most those that `tokens` tokens choose are read, and multiplied with so many
+    /// rows in all.
+    pub fn experts(self, name: &str, tokens: usize, rows: usize) -> Self {
         let m = &self.builder.config.moe;
         let (read, of) = ((tokens * m.experts_per_token).min(m.experts), m.experts);
-        self.rows_of(name, read, of)
+        self.rows_of(name, read, of, rows)
     }
 
-    /// What there is of codes, scales and biases of a matrix of which `read` in `of` parts are read.
-    pub fn rows_of(self, name: &str, read: usize, of: usize) -> Self {
+    /// What there is of codes, scales and biases of a matrix of which `read` in `of` parts are read, and one is multiplied with each of
+    /// so many rows.
+    pub fn rows_of(self, name: &str, read: usize, of: usize, rows: usize) -> Self {
         let (elements, bits) = (self.elements(name), self.builder.bits(name));
         let part = |bytes: usize| bytes / of * read;
         let (codes, name) = (elements * bits / 8, name.to_owned());
         let codes = self.moved(Contents::Codes(name.clone()), codes, Access::Read, part(codes));
+        let codes = codes.times(elements / of * rows);
         if bits == 16 {
             let absent = |what| Contents::Absent(format!("{what} of {name}"));
             let scales = codes.small(absent("scales"), F32, Access::Read);

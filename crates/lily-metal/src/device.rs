@@ -13,7 +13,7 @@ pub struct BufferId(pub u32);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct KernelId(pub u32);
 
-/// Work that was handed over; later ones have larger numbers.
+/// Work that was handed over, with Metal a command buffer; later ones have larger numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Submission(pub u64);
 
@@ -77,6 +77,15 @@ impl Argument {
         let mut all = [0; MOST_WORDS];
         all.get_mut(..words.len())?.copy_from_slice(words);
         Some(Self::Words(all, words.len()))
+    }
+
+    /// Puts a word in the place of the last one, if these are words.
+    pub fn set_last(&mut self, word: u32) {
+        if let Self::Words(words, count) = self
+            && let Some(last) = words[..*count].last_mut()
+        {
+            *last = word;
+        }
     }
 }
 

@@ -1,5 +1,7 @@
 //! The launches of each block: those of a step of one token, and those that steps of more tokens share with it.
 
+use std::ops::Range;
+
 use crate::builder::{Builder, F32};
 use crate::draw;
 use crate::plan::{Access, Binding, Contents, LANES, PARTS, State};
@@ -38,7 +40,7 @@ impl Builder<'_> {
         let bindings = self
             .bind()
             .tokens(segment, Access::Read)
-            .rows_of("embed_tokens", rows.len(), vocab)
+            .rows_of("embed_tokens", rows.len(), vocab, 0)
             .x(&rows, Access::Write)
             .list;
         self.launch("embed", [hidden.div_ceil(256), rows.len(), 1], 256, Vec::new(), bindings);
@@ -54,10 +56,10 @@ impl Builder<'_> {
             .bind()
             .x(&one, Access::Read)
             .vector(&format!("layers.{layer}.input_layernorm"))
-            .matrix(&name("in_proj_qkv"))
-            .matrix(&name("in_proj_z"))
-            .matrix(&name("in_proj_b"))
-            .matrix(&name("in_proj_a"))
+            .matrix(&name("in_proj_qkv"), 1)
+            .matrix(&name("in_proj_z"), 1)
+            .matrix(&name("in_proj_b"), 1)
+            .matrix(&name("in_proj_a"), 1)
             .scratch("qkv", channels, &one, Access::Write)
             .scratch("z", value_width, &one, Access::Write)
             .scratch("b", g.value_heads, &one, Access::Write)
@@ -71,7 +73,7 @@ impl Builder<'_> {
             .bind()
             .scratch("gated", value_width, &one, Access::Read)
             .scratch("squares", g.value_width() / LANES, &one, Access::Read)
-            .matrix(&name("out_proj"))
+            .matrix(&name("out_proj"), 1)
             .x(&one, Access::ReadWrite)
             .list;
         self.product("out_gdn", hidden, [1, 1], bindings);
@@ -119,9 +121,9 @@ impl Builder<'_> {
             .bind()
             .x(&one, Access::Read)
             .vector(&format!("layers.{layer}.input_layernorm"))
-            .matrix(&name("q_proj"))
-            .matrix(&name("k_proj"))
-            .matrix(&name("v_proj"))
+            .matrix(&name("q_proj"), 1)
+            .matrix(&name("k_proj"), 1)
+            .matrix(&name("v_proj"), 1)
             .scratch("queries", 2 * query_width, &one, Access::Write)
             .scratch("new_keys", kv_width, &one, Access::Write)
             .scratch("new_values", kv_width, &one, Access::Write)
@@ -134,7 +136,7 @@ impl Builder<'_> {
         let bindings = self
             .bind()
             .scratch("attended", query_width, &one, Access::Read)
-            .matrix(&name("o_proj"))
+            .matrix(&name("o_proj"), 1)
             .x(&one, Access::ReadWrite)
             .list;
         self.product("out_attention", hidden, [1, 1], bindings);
@@ -173,34 +175,34 @@ impl Builder<'_> {
         self.launch("combine", [a.heads, rows.len(), 1], 256, Vec::new(), bindings);
     }
 
-    /// Mixture of experts of a layer, token by token.
-    pub fn moe(&mut self, layer: usize) {
+    /// Mixture of experts of a layer, for some of the step's tokens, token by token.
+    pub fn moe(&mut self, layer: usize, x: &Range<usize>) {
         let (hidden, m) = (self.config.hidden_size, &self.config.moe);
         let (slots, width) = (m.experts_per_token + 1, m.expert_width.max(m.shared_width));
         let name = |module: &str| format!("layers.{layer}.mlp.{module}");
         let norm = format!("layers.{layer}.post_attention_layernorm");
-        let rows = self.all_rows();
-        let tokens = rows.len();
+        let (tokens, rows) = (x.len(), 0..x.len());
+        let chosen = tokens * m.experts_per_token;
 
         let bindings = self
             .bind()
-            .x(&rows, Access::Read)
+            .x(x, Access::Read)
             .vector(&norm)
-            .matrix(&name("gate"))
-            .matrix(&name("shared_expert_gate"))
+            .matrix(&name("gate"), tokens)
+            .matrix(&name("shared_expert_gate"), tokens)
             .scratch("router_logits", m.experts + 1, &rows, Access::Write)
             .list;
         self.product("router", m.experts + 1, [1, tokens], bindings);
 
         let bindings = self
             .bind()
-            .x(&rows, Access::Read)
+            .x(x, Access::Read)
             .vector(&norm)
             .scratch("router_logits", m.experts + 1, &rows, Access::Read)
-            .experts(&name("switch_mlp.gate_proj"), tokens)
-            .experts(&name("switch_mlp.up_proj"), tokens)
-            .matrix(&name("shared_expert.gate_proj"))
-            .matrix(&name("shared_expert.up_proj"))
+            .experts(&name("switch_mlp.gate_proj"), tokens, chosen)
+            .experts(&name("switch_mlp.up_proj"), tokens, chosen)
+            .matrix(&name("shared_expert.gate_proj"), tokens)
+            .matrix(&name("shared_expert.up_proj"), tokens)
             .scratch("middle", slots * width, &rows, Access::Write)
             .scratch("chosen", m.experts_per_token, &rows, Access::Write)
             .list;
@@ -210,9 +212,9 @@ impl Builder<'_> {
             .bind()
             .scratch("middle", slots * width, &rows, Access::Read)
             .scratch("chosen", m.experts_per_token, &rows, Access::Read)
-            .experts(&name("switch_mlp.down_proj"), tokens)
-            .matrix(&name("shared_expert.down_proj"))
-            .x(&rows, Access::ReadWrite)
+            .experts(&name("switch_mlp.down_proj"), tokens, chosen)
+            .matrix(&name("shared_expert.down_proj"), tokens)
+            .x(x, Access::ReadWrite)
             .list;
         self.product("down", hidden, [1, tokens], bindings);
     }
@@ -229,7 +231,7 @@ impl Builder<'_> {
             .bind()
             .x(&(0..1), Access::Read)
             .vector("norm")
-            .matrix(matrix)
+            .matrix(matrix, 1)
             .part(Contents::Logits, 0..vocab * F32, Access::Write)
             .candidates(0)
             .list;

@@ -10,6 +10,7 @@ mod export;
 mod load;
 #[cfg(target_vendor = "apple")]
 pub mod metal;
+pub mod pace;
 pub mod plan;
 mod program;
 pub mod rope;
@@ -23,6 +24,8 @@ pub mod weights;
 mod batch;
 mod builder;
 mod launches;
+
+use std::time::Duration;
 
 use lily_model::matrix::FloatType;
 
@@ -48,6 +51,8 @@ pub struct Options {
     pub tensor: bool,
     /// Keep an aligned copy beside a file whose tensors are not aligned, instead of copying them to memory at every load.
     pub aligned_copies: bool,
+    /// Time that a command buffer may take, as predicted for the slowest GPU; a step that takes longer is several.
+    pub longest_buffer: Duration,
 }
 
 impl Default for Options {
@@ -61,6 +66,7 @@ impl Default for Options {
             residency: true,
             tensor: true,
             aligned_copies: true,
+            longest_buffer: pace::LONGEST,
         }
     }
 }

@@ -192,7 +192,8 @@ pub fn load(
     if options.residency {
         device.keep_resident(&placed.buffers)?;
     }
-    let mut shared = Shared { fixed: placed.places, scratch: HashMap::new() };
+    let longest_buffer = options.longest_buffer;
+    let mut shared = Shared { fixed: placed.places, scratch: HashMap::new(), longest_buffer };
     for (name, bytes) in scratch_sizes {
         shared.scratch.insert(name, (device.allocate(bytes, "activations")?, bytes));
     }

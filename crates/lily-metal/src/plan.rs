@@ -207,6 +207,11 @@ pub struct Binding {
     pub bytes: u64,
     /// What is added for each position that came before.
     pub bytes_per_position: u64,
+    /// Multiplications with what is in it, those of unused rows of tiles too: weights, keys, values or recurrent state. Of all else
+    /// there are too few to count.
+    pub multiply_adds: u64,
+    /// What is added for each position that came before.
+    pub multiply_adds_per_position: u64,
     /// Bytes into the buffer at which it is bound.
     pub offset: usize,
     /// Bytes from there on that the launch may touch.
@@ -247,6 +252,16 @@ impl Launch {
     /// What each position adds to that.
     pub fn bytes_per_position(&self) -> u64 {
         self.bindings.iter().map(|b| b.bytes_per_position).sum()
+    }
+
+    /// Multiplications of it at the start of a sequence.
+    pub fn multiply_adds(&self) -> u64 {
+        self.bindings.iter().map(|b| b.multiply_adds).sum()
+    }
+
+    /// What each position adds to that.
+    pub fn multiply_adds_per_position(&self) -> u64 {
+        self.bindings.iter().map(|b| b.multiply_adds_per_position).sum()
     }
 }
 
@@ -381,13 +396,14 @@ pub fn plan_step(
     let mut builder = Builder::new(config, modules, segments, features.into());
     (0..segments.len()).for_each(|segment| builder.embed(segment));
     for (layer, kind) in config.layers.iter().enumerate() {
+        let rows = if layer + 1 < config.layers.len() { builder.all_rows() } else { builder.wanted_rows() };
         match (kind, one) {
             (LayerKind::Gdn, true) => builder.gdn(layer),
-            (LayerKind::Gdn, false) => builder.gdn_rows(layer),
+            (LayerKind::Gdn, false) => builder.gdn_rows(layer, !rows.is_empty()),
             (LayerKind::Attention, true) => builder.attention(layer),
-            (LayerKind::Attention, false) => builder.attention_rows(layer),
+            (LayerKind::Attention, false) => builder.attention_rows(layer, !rows.is_empty()),
         }
-        if one { builder.moe(layer) } else { builder.moe_rows(layer) }
+        builder.moe_rows(layer, rows);
     }
     if one {
         builder.head()

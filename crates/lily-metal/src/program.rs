@@ -1,9 +1,11 @@
 //! A plan on a device: its launches with kernels found and buffers in their places, ready to be encoded for any sequences.
 
 use std::collections::HashMap;
+use std::time::Duration;
 
 use crate::LoadError;
 use crate::device::{Argument, BufferId, Device, Dispatch, Encoder, KernelId, Place};
+use crate::pace::{self, Pace, Slice};
 use crate::plan::{Access, Binding, Contents, LANES, Launch, Plan};
 use crate::state::StateMemory;
 
@@ -43,6 +45,8 @@ pub struct Shared {
     pub fixed: HashMap<Contents, Place>,
     /// What launches hand on to each other, and its length.
     pub scratch: HashMap<&'static str, (BufferId, usize)>,
+    /// [`crate::Options::longest_buffer`].
+    pub longest_buffer: Duration,
 }
 
 /// What an argument is bound to.
@@ -76,6 +80,9 @@ struct Command {
 /// The launches of a step.
 pub struct Program {
     commands: Vec<Command>,
+    /// Of each command.
+    paces: Vec<Pace>,
+    longest_buffer: Duration,
     /// Kept from run to run, lest each allocate.
     arguments: Vec<Argument>,
 }
@@ -106,21 +113,34 @@ impl Program {
             });
             stage = launch.stage;
         }
-        Ok(Self { commands, arguments: Vec::new() })
+        let (paces, longest_buffer) = (plan.paces(), shared.longest_buffer);
+        Ok(Self { commands, paces, longest_buffer, arguments: Vec::new() })
     }
 
-    /// Encodes a run.
-    pub fn encode(&mut self, encoder: &mut dyn Encoder, run: &Run) {
-        for command in &self.commands {
+    /// What of it is submitted together, by the positions of the segments' sequences.
+    pub fn command_buffers(&self, positions: &[usize]) -> Vec<Vec<Slice>> {
+        pace::command_buffers(&self.paces, positions, self.longest_buffer)
+    }
+
+    /// Encodes a command buffer of a run.
+    pub fn encode(&mut self, encoder: &mut dyn Encoder, run: &Run, slices: &[Slice]) {
+        for slice in slices {
+            let command = &self.commands[slice.launch];
             self.arguments.clear();
             self.arguments.extend(command.sources.iter().map(|source| run.argument(source)));
+            let (mut grid, mut barrier) = (command.grid, command.barrier);
+            if let Some(groups) = &slice.groups {
+                grid[2] = groups.len();
+                barrier &= groups.start == 0;
+                self.arguments.iter_mut().for_each(|argument| argument.set_last(groups.start as u32));
+            }
             encoder.dispatch(&Dispatch {
                 kernel: command.kernel,
-                grid: command.grid,
+                grid,
                 threads: command.threads,
                 threadgroup_memory: &command.threadgroup_memory,
                 arguments: &self.arguments,
-                barrier: command.barrier,
+                barrier,
             });
         }
     }

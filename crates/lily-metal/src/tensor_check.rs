@@ -139,7 +139,7 @@ fn check_product(
         if is_plain { halves(&plain) } else { Given::Bytes(codes.clone()) },
         halves(&scales),
         halves(&biases),
-        Given::Words([rows, COLS, OUTS, OUTS, 0].map(|n| n as u32).to_vec()),
+        Given::Words([rows, COLS, OUTS, 0].map(|n| n as u32).to_vec()),
         Given::Output(rows * OUTS),
     ];
     let got = run(device, launch, [1; 3], given).map_err(|e| e.to_string())?;
@@ -179,8 +179,8 @@ fn check_attention(device: &mut dyn Device, launch: &Launch, config: &Config) ->
     let given = vec![
         halves(&queries),
         Given::Words(vec![POSITION as u32]),
-        // In one part.
-        Given::Words(vec![ROWS as u32, 1]),
+        // In one part, from the first tile on.
+        Given::Words(vec![ROWS as u32, 1, 0]),
         halves(&keys),
         halves(&cached),
         Given::Output(ROWS * heads * d),

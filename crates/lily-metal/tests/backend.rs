@@ -32,9 +32,8 @@ fn options() -> Options {
         max_sequences: 4,
         snapshot_bytes: 1 << 20,
         kv: KvType::F32,
-        residency: true,
-        tensor: true,
         aligned_copies: false,
+        ..Options::default()
     }
 }
 
@@ -213,6 +212,23 @@ fn logits_of_every_position_are_those_of_the_reference() {
     let mut next = || rows(outputs.next().unwrap().unwrap(), model.config.vocab_size);
     assert_close(&next(), &reference(&model, &ids[..70]));
     assert_close(&next(), &reference(&model, &ids[100..105])[4..]);
+}
+
+/// Chunks whose logits nobody wants end with the state of the last layer, which is all there; beside one whose are.
+#[test]
+fn a_prompt_is_read_without_logits() {
+    let model = nano();
+    let ids = &golden("prompt.300")[..40];
+    let mut backend = backend(&model);
+    let (a, b) = (backend.create(40).unwrap(), backend.create(40).unwrap());
+    step(&mut backend, vec![segment(a, 0, &ids[..20], Want::Nothing)]);
+    step(&mut backend, vec![segment(a, 20, &ids[20..21], Want::Nothing)]);
+    let last = Want::Logits(Rows::Last);
+    let beside = vec![segment(b, 0, &ids[..3], last.clone()), segment(a, 21, &ids[21..33], Want::Nothing)];
+    let output = step(&mut backend, beside).remove(0).unwrap();
+    assert_close(&rows(output, model.config.vocab_size), &reference(&model, &ids[..3])[2..]);
+    let output = step(&mut backend, vec![segment(a, 33, &ids[33..], last)]).remove(0).unwrap();
+    assert_close(&rows(output, model.config.vocab_size), &reference(&model, ids)[39..]);
 }
 
 /// A folder with `nano`, in which tensors are aligned as other writers than MLX do it, or all of them are not.
@@ -520,7 +536,7 @@ fn a_step_that_the_device_gives_up_fails_its_requests() {
     let (a, b) = (backend.create(40).unwrap(), backend.create(40).unwrap());
     let expected = fresh(&model, &[1, 2, 3, 4]);
     assert_close(&feed(&mut backend, a, 0, &[1, 2, 3]), &expected[..3]);
-    backend.device().failing = 1;
+    backend.device().failing = Some(0);
     let outputs = step(&mut backend, vec![segment(b, 0, &[1; 20], greedy())]);
     let e = outputs[0].as_ref().unwrap_err();
     assert_eq!(e.to_string(), "the device failed: the GPU stopped its work: it fails on purpose");
@@ -528,7 +544,7 @@ fn a_step_that_the_device_gives_up_fails_its_requests() {
     assert_close(&feed(&mut backend, a, 3, &[4]), &expected[3..]);
     // Behind it in the queue too.
     let b = backend.create(40).unwrap();
-    backend.device().failing = 1;
+    backend.device().failing = Some(0);
     let first = backend.forward(&Batch { segments: vec![segment(b, 0, &[1, 2], greedy())] }).unwrap();
     let second = backend.forward(&Batch { segments: vec![segment(a, 4, &[5], greedy())] }).unwrap();
     assert!(matches!(backend.wait(first).unwrap()[0], Err(SegmentError::Device(_))));

@@ -32,9 +32,8 @@ fn engine() -> Engine {
         snapshot_bytes: 4 << 20,
         max_batch_tokens: 64,
         kv: KvType::F32,
-        residency: true,
-        tensor: true,
         aligned_copies: false,
+        ..lily_metal::Options::default()
     };
     let backend = MetalBackend::new(ShimDevice::new(1 << 30), model.config, &model.weights, &options);
     start(Box::new(backend.unwrap()))

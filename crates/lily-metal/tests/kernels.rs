@@ -348,7 +348,7 @@ fn experts_may_be_crowded_or_unused() {
     let experts = nano.config.moe.experts;
     for features in [KvType::F32.into(), TENSOR_F32] {
         let mut machine = nano.machine(features, Guard::End);
-        let crowded = &mut put("route", "router_logits", |i| (i % (experts + 1)) as f32);
+        let crowded = &mut put("route", "router_logits", |i| (i % experts) as f32);
         check("crowded", &mut machine, &[(0, 70, Want::Nothing)], crowded);
         let equal = &mut put("route", "router_logits", |_| 0.5);
         check("equal", &mut machine, &[(0, 33, Want::Nothing)], equal);

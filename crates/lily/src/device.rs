@@ -112,6 +112,7 @@ pub mod metal {
             residency: !global.metal_no_residency,
             tensor,
             aligned_copies: !global.metal_no_aligned_copies,
+            ..lily_metal::Options::default()
         };
         Ok(MetalBackend::new(device, config.clone(), weights, &options)?)
     }

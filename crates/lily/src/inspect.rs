@@ -5,6 +5,7 @@ use std::io::{self, Write};
 use anyhow::Result;
 use lily_cuda::device::{Launch, decode_launches, stages, traffic};
 use lily_cuda::driver::{Context, DriverError};
+use lily_metal::pace;
 use lily_metal::plan::{Features, KvType, Plan, Segment, Want};
 use lily_metal::state::Layout;
 use lily_model::config::{Config, LayerKind};
@@ -50,6 +51,8 @@ struct PromptStep {
     stages: u32,
     /// Weights and state, at the start of a sequence, if every token chooses other experts.
     bytes: u64,
+    /// How many it is divided into at the start of a sequence, and at the end of the context.
+    command_buffers: [usize; 2],
     launches: Vec<Launched>,
 }
 
@@ -247,12 +250,15 @@ fn prompt_step(config: &Config, length: usize, tensor: bool) -> Result<PromptSte
     let tokens = PROMPT_TOKENS.min(length);
     let segment = Segment { tokens, capacity: length, want: Want::Last };
     let plan = lily_metal::plan_step(config, features, &[segment])?;
+    let paces = plan.paces();
+    let buffers = |position| pace::command_buffers(&paces, &[position], pace::LONGEST).len();
     Ok(PromptStep {
         tokens,
         matrices: features.path(),
         kernels: plan.launches.len(),
         stages: plan.stages() as u32,
         bytes: plan.bytes(),
+        command_buffers: [0, length - tokens].map(buffers),
         launches: plan.launches.iter().map(metal_launched).collect(),
     })
 }
@@ -393,12 +399,15 @@ fn write_text(out: &mut impl Write, report: &Report) -> io::Result<()> {
 }
 
 fn write_prompt_step(out: &mut impl Write, step: &PromptStep) -> io::Result<()> {
-    let PromptStep { tokens, matrices, kernels, stages, bytes, launches } = step;
+    let PromptStep { tokens, matrices, kernels, stages, bytes, command_buffers, launches } = step;
+    let [first, last] = command_buffers.map(|n| n as u64);
     writeln!(out, "\nreading {tokens} tokens of a prompt; matrices of many rows by {matrices}")?;
     let lines = [
         ("kernels", *kernels as u64),
         ("stages that wait for each other", (*stages).into()),
         ("bytes moved, at the start", *bytes),
+        ("command buffers, at the start", first),
+        ("command buffers, at the end of the context", last),
     ];
     for (what, n) in lines {
         writeln!(out, "  {what:<44}{:>18}", grouped(n))?;

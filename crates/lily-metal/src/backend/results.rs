@@ -3,14 +3,14 @@
 use lily_model::backend::{Output, SegmentError, SeqId, StepOutput, Want};
 use lily_model::sample::{Sampled, first_non_finite, logprobs};
 
-use super::{Asked, Last, MetalBackend, Pending, needs_logits};
-use crate::device::{Device, DeviceError, Place};
+use super::{Asked, Enqueued, Last, MetalBackend, Pending, needs_logits};
+use crate::device::{Device, Place};
 use crate::load::Flight;
 
 impl<D: Device> MetalBackend<D> {
     /// Reads the results of the pending steps up to the last one that works on a sequence.
     pub(super) fn settle(&mut self, seq: SeqId) {
-        let is_of = |p: &Pending| p.outputs.is_none() && p.asked.iter().any(|a| a.seq == seq);
+        let is_of = |p: &Pending| p.outputs.is_none() && p.step.asked.iter().any(|a| a.seq == seq);
         if let Some(last) = self.pending.iter().rposition(is_of) {
             self.harvest_to(last);
         }
@@ -29,13 +29,15 @@ impl<D: Device> MetalBackend<D> {
     /// Waits for a pending step, whose predecessors were harvested, and reads its results.
     fn harvest(&mut self, index: usize) -> StepOutput {
         let pending = &mut self.pending[index];
-        let asked = std::mem::take(&mut pending.asked);
+        let Enqueued { asked, submissions, failed } = std::mem::take(&mut pending.step);
         let flight = self.loaded.flights[pending.flight];
-        let submissions = std::mem::take(&mut pending.submissions);
-        let outcome = submissions.iter().try_for_each(|&s| self.device.wait(s));
+        // All of them: what ran behind one that failed used the same memory.
+        let ended = submissions.iter().map(|&s| self.device.wait(s)).fold(Ok(()), Result::and);
         if let Some(&last) = submissions.last() {
             self.device.retire(last);
         }
+        let outcome = ended.map_err(|e| e.to_string()).and(failed.map_or(Ok(()), Err));
+        let outcome = outcome.map_err(SegmentError::Device);
         asked.into_iter().enumerate().map(|(i, asked)| self.output(i, asked, &flight, &outcome)).collect()
     }
 
@@ -45,9 +47,9 @@ impl<D: Device> MetalBackend<D> {
         segment: usize,
         mut asked: Asked,
         flight: &Flight,
-        outcome: &Result<(), DeviceError>,
+        outcome: &Result<(), SegmentError>,
     ) -> Result<Output, SegmentError> {
-        outcome.clone().map_err(|e| SegmentError::Device(e.to_string()))?;
+        outcome.clone()?;
         self.check_finite(&asked, flight)?;
         if needs_logits(&asked.want) {
             self.read_logits(&mut asked, flight);

@@ -22,6 +22,7 @@ use objc2_metal::{
 };
 
 use crate::device::{BufferId, Device, DeviceError, Encoder, Info, KernelId, Pipeline, Place, Submission};
+use crate::pace;
 use crate::source::Language;
 use encoder::MetalEncoder;
 use pipelines::Kernel;
@@ -77,7 +78,8 @@ impl MetalDevice {
                 let what = format!("family Apple7 on {}: M1 or later is needed", device.name());
                 return Err(DeviceError::Missing { what, why: String::new() });
             }
-            let queue = device.newCommandQueue().ok_or_else(|| missing("command queue"))?;
+            let queue = device.newCommandQueueWithMaxCommandBufferCount(pace::MOST_BUFFERS);
+            let queue = queue.ok_or_else(|| missing("command queue"))?;
             let fence = device.newFence().ok_or_else(|| missing("fence"))?;
             let info = info(&device);
             Ok(Self {

@@ -63,13 +63,34 @@ fn steps_of_more_tokens_take_few_stages() {
         println!("{segments:?}: {} bytes moved, {scratch} of scratch", plan.bytes());
         (plan.launches.len(), plan.stages())
     };
-    assert_eq!(size(&[(512, Want::Last)]), (705, 565));
-    assert_eq!(size(&[(2048, Want::Last)]), (705, 565));
+    assert_eq!(size(&[(512, Want::All)]), (705, 525));
+    assert_eq!(size(&[(512, Want::Last)]), (700, 521));
+    assert_eq!(size(&[(512, Want::Nothing)]), (691, 512));
+    assert_eq!(size(&[(2048, Want::Nothing)]), (691, 512));
     // Too few for chunks of the delta rule.
-    assert_eq!(size(&[(15, Want::Last)]), (675, 535));
+    assert_eq!(size(&[(15, Want::Last)]), (670, 491));
     assert_eq!(size(&[(8, Want::All)]), (475, 335));
     assert_eq!(size(&[(1, Want::Last); 8]), (813, 325));
     assert_eq!(size(&[(1, Want::Last); 2]), (489, 325));
+}
+
+/// Nothing behind the state of the last layer is computed for tokens whose logits nobody wants: a chunk inside of a prompt ends with
+/// its keys and values.
+#[test]
+fn the_last_layer_is_for_wanted_tokens() {
+    let last = |segments: &[(usize, Want)]| {
+        let plan = step(segments);
+        let count = |kernel: &str| plan.launches.iter().filter(|l| l.kernel == kernel).count();
+        let tokens = plan.launches.iter().filter(|l| l.kernel == "gate_up").map(|l| l.grid[2]);
+        (count("append"), count("attend_rows"), count("gate_up_rows"), tokens.collect::<Vec<_>>())
+    };
+    assert_eq!(last(&[(512, Want::Nothing)]), (10, 9, 39, vec![]));
+    assert_eq!(last(&[(512, Want::Last)]), (10, 10, 39, vec![1]));
+    assert_eq!(last(&[(512, Want::All)]), (10, 10, 40, vec![]));
+    assert_eq!(last(&[(1, Want::Last), (1, Want::Last), (300, Want::Nothing)]), (10, 10, 39, vec![2]));
+    // From the first to the last of them.
+    assert_eq!(last(&[(20, Want::Last), (6, Want::Last), (20, Want::Nothing)]), (30, 30, 39, vec![7]));
+    assert_eq!(last(&[(5, Want::Last), (20, Want::Last)]), (20, 20, 40, vec![]));
 }
 
 /// What is launched for segments of their own runs together, so that more of them don't make more stages.
@@ -77,7 +98,7 @@ fn steps_of_more_tokens_take_few_stages() {
 fn sequences_do_not_wait_for_each_other() {
     let stages = |segments: &[(usize, Want)]| step(segments).stages();
     assert_eq!(stages(&[(1, Want::Last); 2]), stages(&[(1, Want::Last); 8]));
-    assert_eq!(stages(&[(64, Want::Last)]), stages(&[(40, Want::Last), (16, Want::Last), (8, Want::Last)]));
+    assert_eq!(stages(&[(64, Want::All)]), stages(&[(40, Want::All), (16, Want::All), (8, Want::All)]));
 }
 
 /// Tensor operations take the place of other kernels, in the same stages; a token and a draft are as without them.
@@ -126,7 +147,7 @@ fn a_batch_reads_every_matrix_once() {
     let config = config();
     let f = Footprint::new(&config);
     let state = 2 * 4 * (f.recurrent_values + f.conv_values);
-    let chunk = step(&[(512, Want::Last)]);
+    let chunk = step(&[(512, Want::All)]);
     // All of the file but the embedding, of which 512 rows are read; what else moves is state and new keys and values.
     let embedding = (config.vocab_size * config.hidden_size * 9 / 16) as u64;
     let most = f.stored() - embedding + state + 512 * (2 * f.kv_values_per_token + 2048);

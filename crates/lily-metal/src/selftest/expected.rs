@@ -220,8 +220,8 @@ impl Launched<'_> {
 
     /// Of the buffers that may be one, the output is the one that isn't the input.
     fn matmul(&self, rounds: bool) -> Option<Expected> {
-        let &[rows, cols, outs, width, add] = self.numbers() else { return None };
-        let [rows, cols, outs, width] = [rows, cols, outs, width].map(|n| n as usize);
+        let &[rows, cols, outs, add] = self.numbers() else { return None };
+        let [rows, cols, outs] = [rows, cols, outs].map(|n| n as usize);
         let matrix = self.matrix()?;
         if (matrix.rows, matrix.cols) != (outs, cols) {
             return None;
@@ -232,11 +232,11 @@ impl Launched<'_> {
             |c: &&Contents| matches!(c, Contents::Logits) || matches!(c, Contents::Scratch(_)) && *c != input;
         let output = self.before.keys().find(output)?;
         let mut y = self.before[output].clone();
-        if y.len() != (rows - 1) * width + outs {
+        if y.len() != rows * outs {
             return None;
         }
         for (row, x) in self.before[input].chunks_exact(cols).enumerate() {
-            for (y, new) in y[row * width..].iter_mut().zip(product(matrix, x, rounds)) {
+            for (y, new) in y[row * outs..].iter_mut().zip(product(matrix, x, rounds)) {
                 *y = if add == 1 { *y + new } else { new };
             }
         }

@@ -26,8 +26,10 @@ pub struct ShimDevice {
     pub order: Order,
     /// Buffers that were asked to be kept resident.
     pub resident: usize,
-    /// Submissions from now on that fail, of which only that is known.
-    pub failing: u64,
+    /// How many submissions go well before one fails, of which only that is known.
+    pub failing: Option<u64>,
+    /// How many it takes before it refuses one.
+    pub accepting: Option<u64>,
     /// Threads of a threadgroup that it allows any kernel.
     pub most_threads: usize,
     /// Most submissions that were ever on the way at once.
@@ -93,7 +95,8 @@ impl ShimDevice {
             submissions: 0,
             order: Order::Forward,
             resident: 0,
-            failing: 0,
+            failing: None,
+            accepting: None,
             most_threads: 1024,
             most_waiting: 0,
             spoil: Ok,
@@ -105,6 +108,11 @@ impl ShimDevice {
         let mut device = Self::new(memory);
         device.info.tensor = true;
         device
+    }
+
+    /// Submissions on the way.
+    pub fn waiting(&self) -> usize {
+        self.inner.lock().unwrap().queue.len()
     }
 
     /// Bytes of mapped files.
@@ -159,6 +167,13 @@ impl ShimDevice {
         }
         Ok(())
     }
+}
+
+/// Counts down to 0, and no further: whether that was it.
+fn counted_down(left: &mut Option<u64>) -> bool {
+    let now = *left;
+    *left = now.and_then(|n| n.checked_sub(1));
+    now == Some(0)
 }
 
 struct Recorder(Vec<Work>);
@@ -248,10 +263,12 @@ impl Device for ShimDevice {
     }
 
     fn submit(&mut self, encode: &mut dyn FnMut(&mut dyn Encoder)) -> Result<Submission, DeviceError> {
+        if counted_down(&mut self.accepting) {
+            return Err(DeviceError::Missing { what: "command buffer".to_owned(), why: String::new() });
+        }
         let mut recorder = Recorder(Vec::new());
         encode(&mut recorder);
-        if self.failing > 0 {
-            self.failing -= 1;
+        if counted_down(&mut self.failing) {
             recorder.0 = vec![Work::Fail];
         }
         self.submissions += 1;

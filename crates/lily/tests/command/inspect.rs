@@ -96,16 +96,18 @@ fn kernels_are_summed_up() {
 #[test]
 fn what_reads_a_prompt_on_a_mac_is_listed() {
     let args = ["inspect", "--preset", "35b-a3b", "--device", "metal", "--ctx-size", "4096"];
-    for (option, matrices, kernel) in [
-        ("--metal-tensor", "tensor operations (Metal 4)", "gate_up_tensor"),
-        ("--metal-no-tensor", "simdgroup_matrix (Metal 3.1)", "gate_up_rows"),
+    for (option, matrices, kernel, buffers) in [
+        ("--metal-tensor", "tensor operations (Metal 4)", "gate_up_tensor", [9, 9]),
+        ("--metal-no-tensor", "simdgroup_matrix (Metal 3.1)", "gate_up_rows", [39, 43]),
     ] {
         let report = json(&[&args[..], &["--json", option]].concat());
         let step = &report["prompt_step"];
         assert_eq!((&step["tokens"], &step["matrices"]), (&512.into(), &matrices.into()));
         let launches = step["launches"].as_array().unwrap();
         assert_eq!(launches.len() as u64, number_of(&step["kernels"]));
-        assert_eq!(launches.iter().filter(|l| l["kernel"] == kernel).count(), 40);
+        // The last layer's experts see the last token alone.
+        assert_eq!(launches.iter().filter(|l| l["kernel"] == kernel).count(), 39);
+        assert_eq!(step["command_buffers"], serde_json::json!(buffers));
         let table = output(&[&args[..], &[option]].concat());
         for words in [format!("matrices of many rows by {matrices}"), format!("  {kernel} ")] {
             assert!(stdout(&table).contains(&words), "{words}: {}", stdout(&table));

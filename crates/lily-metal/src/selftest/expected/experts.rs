@@ -4,7 +4,7 @@ use lily_cpu::math::{sigmoid, silu, softmax, top_k};
 use lily_cpu::reference::matvec;
 use lily_model::weights::Expert;
 
-use super::{Expected, Launched, add, bits, product, scratch};
+use super::{Contents, Expected, Launched, add, bits, product, scratch};
 
 /// Pairs of token and slot in a tile.
 const PAIR_ROWS: usize = 32;
@@ -17,21 +17,28 @@ impl Launched<'_> {
         Some(vec![scratch("router_logits", rows.iter().flat_map(logits).collect())])
     }
 
-    /// Experts and their weights, by the router's logits of each row.
+    /// Experts and their weights, by the router's logits of each row, and the one of the shared expert's gate.
     fn routes(&self) -> Vec<(Vec<usize>, Vec<f32>)> {
         let m = &self.config.moe;
-        let route = |logits: &[f32]| {
+        let route = |logits: &[f32], shared: f32| {
             // By the logits: two that differ may have equal probabilities.
             let mut chosen = vec![0; m.experts_per_token];
-            top_k(&logits[..m.experts], &mut chosen);
-            let mut p = logits[..m.experts].to_vec();
+            top_k(logits, &mut chosen);
+            let mut p = logits.to_vec();
             softmax(&mut p);
             let total: f32 = chosen.iter().map(|&e| p[e]).sum();
-            let weights = chosen.iter().map(|&e| p[e] / total).chain([sigmoid(logits[m.experts])]);
+            let weights = chosen.iter().map(|&e| p[e] / total).chain([sigmoid(shared)]);
             let weights = weights.collect();
             (chosen, weights)
         };
-        self.rows("router_logits", m.experts + 1).map(route).collect()
+        if self.before.contains_key(&Contents::Scratch("shared_logits")) {
+            let rows = self.rows("router_logits", m.experts).zip(self.scratch("shared_logits"));
+            return rows.map(|(logits, shared)| route(logits, *shared)).collect();
+        }
+        // Token by token they are beside each other.
+        self.rows("router_logits", m.experts + 1)
+            .map(|row| route(&row[..m.experts], row[m.experts]))
+            .collect()
     }
 
     /// An expert by its number; behind the routed ones, the shared one.
