@@ -126,12 +126,6 @@ __device__ __forceinline__ void send_peer(u32 address, const float4& x, u32 bar)
 #endif
 
 #if HAS_WARPGROUPS
-// A matrix in shared memory as `record_bytes` says, that begins `offset` behind `p`, for products of two block rows. Of an address only the
-// low bits count: those above are the block's rank in its cluster.
-template <int T> __device__ __forceinline__ u64 descriptor(const u8* p, u32 offset) {
-    const u32 low = (shared_address(p) >> 4 & 0x3fff | (T * 32 >> 4) << 16) + (offset >> 4);
-    return (u64)(128 >> 4) << 32 | low;
-}
 // Starts a warpgroup's products of a tile a warp, whose codes are `a`, with a record; c is what they are when they have ended.
 __device__ __forceinline__ void start_products(int (&c)[8], const u32 (&a)[8], u64 first, u64 second) {
     asm volatile("{.reg .pred p;\n"

@@ -29,6 +29,12 @@ struct Wide {
     u32 stages;            // units in shared memory
 };
 
+// A matrix in shared memory as `Columns` has it, that begins `offset` behind `p`, for products of two block rows. Of an address only the
+// low bits count: those above are the block's rank in its cluster.
+template <int T> __device__ __forceinline__ u64 descriptor(const u8* p, u32 offset) {
+    const u32 low = ((shared_address(p) >> 4 & 0x3fff) | (T * 32 >> 4) << 16) + (offset >> 4);
+    return (u64)(128 >> 4) << 32 | low;
+}
 // Products of a warp's tile with the digits of one of several records: c is what they are once they have ended. All warps of a warpgroup call it.
 template <int T> __device__ __forceinline__ void start_tile(const Tile<Q4>& w, const u8* records, int index, int lane, int (&c)[T]) {
     const uint4 q = w.codes;

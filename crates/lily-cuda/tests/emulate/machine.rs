@@ -64,14 +64,20 @@ pub struct Emulator {
 }
 
 impl Emulator {
-    /// Compiles a file of kernels, `edit`ed, with what goes before it.
+    /// Compiles a file of kernels, `edit`ed, with what goes before it, for Hopper.
     pub fn compile(file: &str, config: &Config, edit: impl Fn(&str) -> String) -> Self {
+        Self::compile_for(true, file, config, edit)
+    }
+
+    /// The same for Hopper, or for a card without its products of warpgroups.
+    pub fn compile_for(hopper: bool, file: &str, config: &Config, edit: impl Fn(&str) -> String) -> Self {
         let source = SOURCES.iter().find(|s| s.name == file).unwrap();
         let text = whole(source, &edit(source.text));
         // Shapes; the others are for NVRTC.
         let shapes = options(config, "");
         let shapes = shapes.iter().filter(|o| o.starts_with("-D") && !o.contains("INFINITY"));
-        let flags: Vec<&str> = FLAGS.into_iter().chain(shapes.map(String::as_str)).collect();
+        let card = if hopper { "-DHAS_WARPGROUPS=1" } else { "-DHAS_WARPGROUPS=0" };
+        let flags: Vec<&str> = FLAGS.into_iter().chain([card]).chain(shapes.map(String::as_str)).collect();
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/emulate");
         let compiler = Compiler::new(Path::new(env!("CARGO_TARGET_TMPDIR")), &[&folder]).unwrap();
         let kernels = compiler.object("kernels.cpp", &text, &flags).unwrap();

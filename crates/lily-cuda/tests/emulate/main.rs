@@ -31,17 +31,18 @@ const CASES: [Case; 9] = [
     Case { rows: 100, tiles: 7, tokens: 4, clusters: 1, stages: 8, ..CASE },
 ];
 
-/// Every kernel multiplies every case right, in whatever order its threads run, and all get the same to the bit.
+/// With Hopper's products of warpgroups and without, every kernel multiplies every case right, in whatever order its threads run, and all
+/// get the same to the bit.
 #[test]
 fn wide_products() {
-    let emulator = wide::emulator(str::to_owned);
+    let emulators = [true, false].map(|hopper| wide::emulator(hopper, str::to_owned));
     for (i, case) in CASES.into_iter().enumerate() {
         let product = Product::new(case, i as u64);
         let mut first: Option<Vec<f32>> = None;
         for (k, kernel) in wide::KERNELS.into_iter().enumerate() {
-            for seed in 0..2 {
-                let seed = (i * 10 + k) as u64 * 10 + seed;
-                let y = product.run(&emulator, kernel, seed).unwrap_or_else(|e| panic!("{case:?}: {e}"));
+            for (seed, emulator) in emulators.iter().enumerate() {
+                let seed = ((i * 10 + k) * 10 + seed) as u64;
+                let y = product.run(emulator, kernel, seed).unwrap_or_else(|e| panic!("{case:?}: {e}"));
                 product.check(&y).unwrap_or_else(|e| panic!("{case:?}, {kernel:?}, seed {seed}: {e}"));
                 let same =
                     first.get_or_insert(y.clone()).iter().zip(&y).all(|(a, b)| a.to_bits() == b.to_bits());
@@ -54,7 +55,7 @@ fn wide_products() {
 /// Groups of 32 with more tokens, the last not full.
 #[test]
 fn wide_products_of_many_tokens() {
-    let emulator = wide::emulator(str::to_owned);
+    let emulator = wide::emulator(true, str::to_owned);
     for (tokens, rows, stages) in [(32, 150, 2), (17, 70, 1), (41, 200, 3)] {
         let case = Case { tokens, rows, stages, tiles: 5, normed: true, ..CASE };
         let product = Product::new(case, tokens as u64);
@@ -147,6 +148,8 @@ fn every_wait_of_wide_products_is_needed() {
         "__syncthreads",
         "await_groups<1>",
         "await_groups<0>",
+        "await_products<AFTER>",
+        "commit_products",
         "named_sync<128>",
     ];
     let case = Case { rows: 450, clusters: 1, stages: 3, tiles: 9, ..CASE };
@@ -158,7 +161,7 @@ fn every_wait_of_wide_products_is_needed() {
     // The last barrier of the cluster: a block waits for what is sent to it in any case.
     let unseen = ["cluster_wait();", "cluster_wait();  // no block ends while others send to it"];
     each_is_needed("wide.cu", &functions, &unseen, |edit| {
-        let emulator = wide::emulator(edit);
+        let emulator = wide::emulator(true, edit);
         for (seed, (case, kernel)) in (0..ROUNDS).flat_map(|seed| cases.map(|c| (seed, c))) {
             let product = Product::new(case, 0);
             product.check(&product.run(&emulator, kernel, seed)?)?;

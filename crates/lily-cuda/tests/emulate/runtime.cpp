@@ -41,10 +41,18 @@ struct Block {
     Barrier barriers[16];
     std::vector<Warp> warps;
 };
+/// A warp's products on their way: they read shared memory and write `c` as late as can be.
+struct Products {
+    int* c;
+    u32 n, group;
+    Words a[2][4];  // of the lanes that have this one's rows
+    u64 b[2];
+};
 struct Thread : Fiber {
     bool spun, in_cluster_barrier;
-    u32 index, cluster_generation, groups;  // groups: of its copies, so far
+    u32 index, cluster_generation, groups, product_groups;  // groups: of its copies and of its products, so far
     Block* block;
+    std::vector<Products> products;
 };
 /// A copy on its way: from `from`, or of `value`.
 struct Copy {
@@ -131,6 +139,21 @@ void end_copy(size_t i) {
     if (!c.bar) return;
     c.bar->bytes -= c.bytes;
     complete(*c.bar);
+}
+
+/// Adds up what one descriptor's matrix brings: see `mma` for rows and columns.
+void multiply(const Words (&a)[4], u64 b, const Products& p) {
+    const u32 t = me().index % 4;
+    const u8* base = block().memory + (b & 0x3fff) * 16;
+    const u64 next_inputs = (b >> 16 & 0x3fff) * 16, next_columns = (b >> 32 & 0x3fff) * 16;
+    for (u32 i = 0; i < p.n; i++) {
+        const u32 column = i / 4 * 8 + t * 2 + i % 2, row = i / 2 % 2;
+        for (u32 k = 0; k < 32; k++) {
+            const u8* at = base + column / 8 * next_columns + k / 16 * next_inputs + column % 8 * 16 + k % 16;
+            owner(at);
+            p.c[i] += (int)(u8)(a[k % 16 / 4].word[k / 16 * 2 + row] >> k % 4 * 8) * *(const int8_t*)at;
+        }
+    }
 }
 
 /// Runs a warp's lanes, each until it waits, some times; whether any did more than ask again.
@@ -276,6 +299,25 @@ void await_copies() {
 void emu::await_groups(u32 after) {
     for (size_t i = machine->copies.size(); i > 0; i--)
         if (machine->copies[i - 1].owner == &me() && machine->copies[i - 1].group + after < me().groups) end_copy(i - 1);
+}
+
+void emu::start_products(int* c, u32 n, const Words* first, const Words* second, u64 b_first, u64 b_second) {
+    Products p{c, n, me().product_groups, {}, {b_first, b_second}};
+    const u32 lane = me().index % LANES / 4 * 4;
+    std::copy_n(first + lane, 4, p.a[0]);
+    std::copy_n(second + lane, 4, p.a[1]);
+    std::fill_n(c, n, INT32_MIN);
+    me().products.push_back(p);
+}
+void commit_products() { me().product_groups++; }
+void emu::await_products(u32 after) {
+    auto& all = me().products;
+    while (!all.empty() && all.front().group + after < me().product_groups) {
+        const Products p = all.front();
+        std::fill_n(p.c, p.n, 0);
+        for (u32 half = 0; half < 2; half++) multiply(p.a[half], p.b[half], p);
+        all.erase(all.begin());
+    }
 }
 
 void barrier_init(u64* bar, u32 count) {

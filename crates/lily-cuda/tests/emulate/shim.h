@@ -12,7 +12,9 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 #define __CUDA_ARCH__ 900
-#define HAS_WARPGROUPS 0
+#ifndef HAS_WARPGROUPS
+#define HAS_WARPGROUPS 1  // runtime.cpp is for both
+#endif
 #define __device__
 #define __host__
 #define __global__
@@ -252,3 +254,23 @@ u32 peer_address(u32 address, u32 rank);
 void store_peer(u32 address, float x);
 void send_peer(u32 address, float x, u32 bar);
 void send_peer(u32 address, const float4& x, u32 bar);
+
+#if HAS_WARPGROUPS
+// wgmma of unsigned by signed bytes, m64nNk32: a warp has 16 of the 64 rows, in registers and with results as `mma` has them; all have B
+// in shared memory, blocks of 8 columns by 16 bytes, as a descriptor says: begin, way to the next 16 inputs, to the next 8 columns.
+namespace emu {
+void start_products(int* c, u32 n, const Words* first, const Words* second, u64 b_first, u64 b_second);
+void await_products(u32 after);
+}
+inline void begin_products() {}
+template <int N> void start_products(int (&c)[N], const u32 (&a)[8], u64 first, u64 second) {
+    emu::Words halves[2][emu::LANES];
+    for (u32 half = 0; half < 2; half++) {
+        const emu::Words* all = emu::exchange(emu::PRODUCT, {{a[half * 4], a[half * 4 + 1], a[half * 4 + 2], a[half * 4 + 3]}});
+        memcpy(halves[half], all, sizeof halves[half]);
+    }
+    emu::start_products(c, N, halves[0], halves[1], first, second);
+}
+void commit_products();
+template <int AFTER, int N> void await_products(int (&)[N]) { emu::await_products(AFTER); }
+#endif

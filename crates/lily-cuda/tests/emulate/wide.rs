@@ -11,8 +11,9 @@ use crate::machine::{Emulator, Shape};
 /// Of all files: blocks of other kernels.
 pub const THREADS: u32 = 256;
 
-pub fn emulator(edit: impl Fn(&str) -> String) -> Emulator {
-    Emulator::compile("wide.cu", &random::config(&[]), edit)
+/// For Hopper, or a card without its products of warpgroups.
+pub fn emulator(hopper: bool, edit: impl Fn(&str) -> String) -> Emulator {
+    Emulator::compile_for(hopper, "wide.cu", &random::config(&[]), edit)
 }
 
 #[derive(Clone, Copy, Debug)]
