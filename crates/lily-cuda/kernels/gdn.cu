@@ -127,7 +127,7 @@ template <int COLUMNS, bool TOGETHER> struct Maker {
     float next_q[PER_THREAD], next_k[PER_THREAD], next_v, z, a, b;
     __device__ __forceinline__ Maker(const Delta& d, u32 tid)
         : d(d), tid(tid), column(TOGETHER ? tid : tid - KEY_THREADS), has_keys(TOGETHER || tid < KEY_THREADS), has_value(column < COLUMNS) {}
-    // Asks for what an item needs besides its rows. It was written by earlier steps or never: the first item's may come before the wait.
+    // Asks for what an item needs besides its rows. It was written by earlier steps or never, so it may come before the wait.
     __device__ __forceinline__ void load(const Item& item) {
         const float* conv = d.conv(item.segment, item.segment.parity);
         const u32 key = item.head / (VALUE_HEADS / KEY_HEADS) * DK + tid;

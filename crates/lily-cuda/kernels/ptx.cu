@@ -8,9 +8,6 @@ typedef unsigned long long u64;
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-// Before it nothing is read or written by the compiler that comes behind it.
-__device__ __forceinline__ void compiler_fence() { asm volatile("" ::: "memory"); }
-
 // (low half, high half) as bf16, rounded to nearest even.
 __device__ __forceinline__ u32 pack_bf16(float low, float high) {
     u32 out;

@@ -178,7 +178,6 @@ inline u32 __reduce_add_sync(u32, u32 x) {
 // --- ptx.cu ---
 
 u32 shared_address(const void* p);
-inline void compiler_fence() {}
 inline u32 bf16_bits(float x) {
     const u32 bits = __float_as_uint(x);
     return x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
