@@ -22,9 +22,9 @@ pub const THREADS: u32 = 256;
 const SPLITS: u32 = 64;
 /// Rows times splits in a step of many.
 pub const SPLIT_ROWS: u32 = 2048;
-/// Blocks of flash attention in a step of several rows, about: two for each multiprocessor, one behind the other. More are better balanced,
-/// but in a short context most only begin and end.
-const FLASH_BLOCKS: u32 = 264;
+/// Blocks of flash attention for each multiprocessor in a step of several rows, about: they run one behind the other. More are better
+/// balanced, but in a short context most only begin and end.
+const FLASH_BLOCKS: u32 = 2;
 /// Pairs in a piece of an expert's work, as `GROUP` of `kernels/state.cu`.
 const GROUP: u32 = 16;
 /// Warps of a block of `combine` and of `add_experts`, as there.
@@ -303,7 +303,8 @@ impl Device {
         args.u64(b.partial.address()).u64(b.stats.address()).moves_per_position(position);
         // In a short context few splits have a page: one row's are spread out, those of many rows share blocks.
         let kv_heads = a.kv_heads as u32;
-        let across = if rows == 1 { splits } else { splits.min((FLASH_BLOCKS / (rows * kv_heads)).max(1)) };
+        let blocks = FLASH_BLOCKS * self.context.multiprocessors;
+        let across = if rows == 1 { splits } else { splits.min((blocks / (rows * kv_heads)).max(1)) };
         let grid = [across, kv_heads, rows];
         let shape = Shape { grid, threads: 128, shared: flash_shared(&self.config), overlap: true };
         self.launch_with("flash", shape, &mut args)?;
