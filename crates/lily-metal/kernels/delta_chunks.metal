@@ -211,8 +211,32 @@ kernel void prepare_chunks(
     }
 }
 
+/// Writes the state of one value head's 32 columns with what was pending, and empties the log. For all threads of a threadgroup.
+inline void settle(
+    device float* state, const device float* log, device uint* pending, uint2 group, uint simdgroup, uint lane
+) {
+    device uint* own = pending + group.y * COLUMN_BLOCKS + group.x;
+    const uint count = *own;
+    const uint column = group.x * LANES + lane;
+    for (uint first = simdgroup * STATE_ROWS; first < KEY_DIM && count > 0; first += CHUNKS_SIMDGROUPS * STATE_ROWS) {
+        float s[STATE_ROWS];
+        device float* mine = state + (group.y * KEY_DIM + first) * VALUE_DIM + column;
+        for (uint i = 0; i < STATE_ROWS; ++i) {
+            s[i] = mine[i * VALUE_DIM];
+        }
+        replay(s, log, count, group.y, column, first);
+        for (uint i = 0; i < STATE_ROWS; ++i) {
+            mine[i * VALUE_DIM] = s[i];
+        }
+    }
+    threadgroup_barrier(mem_flags::mem_device);
+    if (simdgroup == 0 && lane == 0) {
+        *own = 0;
+    }
+}
+
 /// The delta rule of one value head's 32 columns, chunk by chunk. A SIMD-group has 8 columns of the state as matrices. Leaves what
-/// `delta` does.
+/// `delta` does, and writes the state.
 [[max_total_threads_per_threadgroup(128)]]
 kernel void delta_chunks(
     const device float* qkv [[buffer(0)]],
@@ -226,8 +250,10 @@ kernel void delta_chunks(
     const device float* queries [[buffer(8)]],
     const device float* matrices [[buffer(9)]],
     device float* state [[buffer(10)]],
-    device float* gated [[buffer(11)]],
-    device float* squares [[buffer(12)]],
+    const device float* log [[buffer(11)]],
+    device uint* pending [[buffer(12)]],
+    device float* gated [[buffer(13)]],
+    device float* squares [[buffer(14)]],
     threadgroup float* tile [[threadgroup(0)]],
     uint2 group [[threadgroup_position_in_grid]],
     uint simdgroup [[simdgroup_index_in_threadgroup]],
@@ -236,6 +262,7 @@ kernel void delta_chunks(
     const uint head = group.y;
     const uint key_head = head / SHARED_KEYS;
     const uint column = group.x * LANES + lane;
+    settle(state, log, pending, group, simdgroup, lane);
     simdgroup_float8x8 s[KEY_BLOCKS];
     device float* mine = state + ulong(head) * KEY_DIM * VALUE_DIM + group.x * LANES + simdgroup * DELTA_BLOCK;
 #pragma unroll

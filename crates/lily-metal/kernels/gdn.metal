@@ -11,6 +11,11 @@ constant constexpr uint DELTA_SIMDGROUPS = 8;
 constant constexpr uint STATE_ROWS = KEY_DIM / DELTA_SIMDGROUPS;
 /// Value heads that share a key head.
 constant constexpr uint SHARED_KEYS = VALUE_HEADS / KEY_HEADS;
+/// What the log has of a token that is pending, that is, not in the state yet: normed keys by key head, then errors by value head,
+/// then their decays.
+constant constexpr uint LOG_ERRORS = KEY_WIDTH;
+constant constexpr uint LOG_DECAYS = LOG_ERRORS + VALUE_WIDTH;
+constant constexpr uint LOG_ENTRY = LOG_DECAYS + VALUE_HEADS;
 constant constexpr float L2_EPS = 1e-6f;
 
 /// Norm, then the projections q|k|v, z, b and a.
@@ -89,10 +94,29 @@ inline float decay(float rate, float rate_factor) {
     return exp(rate_factor * softplus);
 }
 
-/// Convolution, norms of q and k, gates, and the delta rule for 32 columns of one value head, row after row. The state is read
-/// once and written once. With S the decayed state, e = beta (v - S^T k), and the readout of S + k e^T is S^T q + (k . q) e: so
-/// S^T k and S^T q are summed in one pass. Writes o times gain and gate, and the sum of squares of o, from which a later kernel
-/// norms.
+/// What a token leaves of a value of the state. Fused by name, so that a replay rounds as the token itself did, however the compiler
+/// sees either.
+inline float updated(float s, float alpha, float key, float error) {
+    return fma(alpha, s, key * error);
+}
+
+/// The updates of a head's pending tokens, in order, on STATE_ROWS values of a column of its state, from row `first` on.
+inline void replay(thread float* s, const device float* log, uint pending, uint head, uint column, uint first) {
+    for (uint token = 0; token < pending; ++token) {
+        const device float* keys = log + token * LOG_ENTRY + head / SHARED_KEYS * KEY_DIM + first;
+        const float error = log[token * LOG_ENTRY + LOG_ERRORS + head * VALUE_DIM + column];
+        const float alpha = log[token * LOG_ENTRY + LOG_DECAYS + head];
+        for (uint i = 0; i < STATE_ROWS; ++i) {
+            s[i] = updated(s[i], alpha, keys[i], error);
+        }
+    }
+}
+
+/// Convolution, norms of q and k, gates, and the delta rule for 32 columns of one value head, row after row. With S the decayed
+/// state, e = beta (v - S^T k), and the readout of S + k e^T is S^T q + (k . q) e: so S^T k and S^T q are summed in one pass. Writes
+/// o times gain and gate, and the sum of squares of o, from which a later kernel norms.
+///
+/// The state is read once. It is written if SETTLE_EVERY tokens are pending with these; else they are put into the log.
 [[max_total_threads_per_threadgroup(256)]]
 kernel void delta(
     const device float* qkv [[buffer(0)]],
@@ -107,8 +131,10 @@ kernel void delta(
     const device uint* rows [[buffer(9)]],
     device float* conv [[buffer(10)]],
     device float* state [[buffer(11)]],
-    device float* gated [[buffer(12)]],
-    device float* squares [[buffer(13)]],
+    device float* log [[buffer(12)]],
+    device uint* pending [[buffer(13)]],
+    device float* gated [[buffer(14)]],
+    device float* squares [[buffer(15)]],
     threadgroup float* both [[threadgroup(0)]],
     threadgroup float* sums [[threadgroup(1)]],
     uint2 group [[threadgroup_position_in_grid]],
@@ -122,12 +148,16 @@ kernel void delta(
     const uint v_channel = 2 * KEY_WIDTH + head * VALUE_DIM + column;
     const uint at = position[0];
     const float rate_factor = -exp(a_log[head]);
+    // The same everywhere; each threadgroup has its own, which no other one writes.
+    const uint before = pending[head * COLUMN_BLOCKS + group.x];
+    const bool settles = before + rows[0] >= SETTLE_EVERY;
 
     float s[STATE_ROWS];
     device float* mine = state + (head * KEY_DIM + simdgroup * STATE_ROWS) * VALUE_DIM + column;
     for (uint i = 0; i < STATE_ROWS; ++i) {
         s[i] = mine[i * VALUE_DIM];
     }
+    replay(s, log, before, head, column, simdgroup * STATE_ROWS);
     for (uint row = 0; row < rows[0]; ++row) {
         // In turn, so that the next row's can be written while this one's are read.
         threadgroup float* qk = both + row % 2 * 2 * KEY_DIM;
@@ -170,8 +200,22 @@ kernel void delta(
 
         const float alpha = decay(a[row * VALUE_HEADS + head] + dt_bias[head], rate_factor);
         const float error = sigmoid(b[row * VALUE_HEADS + head]) * (v - alpha * s_k * k_factor);
-        for (uint i = 0; i < STATE_ROWS; ++i) {
-            s[i] = alpha * s[i] + k[simdgroup * STATE_ROWS + i] * k_factor * error;
+        if (settles || row + 1 < rows[0]) {
+            for (uint i = 0; i < STATE_ROWS; ++i) {
+                s[i] = updated(s[i], alpha, k[simdgroup * STATE_ROWS + i] * k_factor, error);
+            }
+        }
+        if (!settles) {
+            device float* entry = log + (before + row) * LOG_ENTRY;
+            if (simdgroup == 0) {
+                entry[LOG_ERRORS + head * VALUE_DIM + column] = error;
+            }
+            if (group.x == 0 && thread_index == 0) {
+                entry[LOG_DECAYS + head] = alpha;
+            }
+            for (uint i = thread_index; i < KEY_DIM && group.x == 0 && head % SHARED_KEYS == 0; i += LANES * DELTA_SIMDGROUPS) {
+                entry[key_head * KEY_DIM + i] = k[i] * k_factor;
+            }
         }
         if (simdgroup == 0) {
             const float o = alpha * s_q * q_factor + q_k * error;
@@ -183,8 +227,13 @@ kernel void delta(
             }
         }
     }
-    for (uint i = 0; i < STATE_ROWS; ++i) {
-        mine[i * VALUE_DIM] = s[i];
+    if (settles) {
+        for (uint i = 0; i < STATE_ROWS; ++i) {
+            mine[i * VALUE_DIM] = s[i];
+        }
+    }
+    if (thread_index == 0) {
+        pending[head * COLUMN_BLOCKS + group.x] = settles ? 0 : before + rows[0];
     }
     // One token's row of the ring is read by no thread. Those of more are: `keep_inputs` writes them.
     if (rows[0] == 1) {

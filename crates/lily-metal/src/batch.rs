@@ -238,7 +238,7 @@ impl Builder<'_> {
             .vector(&name("dt_bias"))
             .position(segment, Access::Read)
             .numbers(&[rows.len()])
-            .state(segment, layer, State::Conv, channels * taps, Access::Read, 2 * key_width * (taps - 1))
+            .conv(segment, layer, Access::Read, 2 * key_width * (taps - 1))
             .chunks(&chunks, Access::Write)
             .list;
         let gates = 2 * g.value_heads / g.key_heads * DELTA_CHUNK;
@@ -260,9 +260,9 @@ impl Builder<'_> {
             .vector(&name("norm"))
             .position(segment, Access::Read)
             .numbers(&[rows.len()])
-            .state(segment, layer, State::Conv, channels * taps, Access::Read, value_width * (taps - 1))
+            .conv(segment, layer, Access::Read, value_width * (taps - 1))
             .chunks(&chunks, Access::Read)
-            .state(segment, layer, State::Recurrent, g.state_len(), Access::ReadWrite, 2 * g.state_len())
+            .recurrent(segment, layer, Access::Read)
             .scratch("gated", value_width, &rows, Access::Write)
             .scratch("squares", g.value_heads * columns, &rows, Access::Write)
             .list;
@@ -284,7 +284,7 @@ impl Builder<'_> {
             .scratch("qkv", channels, &rows, Access::Read)
             .position(segment, Access::Read)
             .numbers(&[rows.len()])
-            .state(segment, layer, State::Conv, channels * taps, Access::Write, written)
+            .conv(segment, layer, Access::Write, written)
             .list;
         self.launch("keep_inputs", [channels.div_ceil(256), 1, 1], 256, Vec::new(), bindings);
     }

@@ -7,7 +7,10 @@ use lily_model::config::Config;
 use lily_model::manifest::Module;
 
 use crate::draw;
-use crate::plan::{Access, Binding, Buffer, Contents, Features, GROUP, Launch, PAGE, Plan, Segment, State};
+use crate::plan::{
+    Access, Binding, Buffer, Contents, Features, GROUP, LANES, Launch, PAGE, Plan, SETTLE_EVERY, Segment,
+    State,
+};
 
 /// Bytes of a number.
 pub const F32: usize = 4;
@@ -251,19 +254,34 @@ impl Bindings<'_, '_> {
         self.scratch("best", words, &(segment..segment + 1), access)
     }
 
-    /// State of a Gated DeltaNet layer; with recurrent state, which is read and written, each token multiplies four times at most.
-    pub fn state(
-        self,
-        segment: usize,
-        layer: usize,
-        state: State,
-        len: usize,
-        access: Access,
-        moved: usize,
-    ) -> Self {
-        let tokens = if state == State::Recurrent { self.builder.segments[segment].tokens } else { 0 };
-        let state = Contents::State(layer, state);
-        self.of_segment(segment, state, len * F32, access, moved * F32).times(4 * tokens * len)
+    /// Inputs of the convolution of a Gated DeltaNet layer, of which `moved` are read or written.
+    pub fn conv(self, segment: usize, layer: usize, access: Access, moved: usize) -> Self {
+        let g = &self.builder.config.gdn;
+        let bytes = g.conv_channels() * g.conv_kernel * F32;
+        self.of_segment(segment, Contents::State(layer, State::Conv), bytes, access, moved * F32)
+    }
+
+    /// Recurrent state of a Gated DeltaNet layer, its log, used as `log` says, and the number of pending tokens. What is moved and
+    /// multiplied is the mean of such steps one behind the other.
+    pub fn recurrent(self, segment: usize, layer: usize, log: Access) -> Self {
+        let (g, tokens) = (&self.builder.config.gdn, self.builder.segments[segment].tokens);
+        let (state, pending) = (g.state_len() * F32, g.value_width() / LANES * F32);
+        let entry = (g.key_heads * g.key_dim + g.value_width() + g.value_heads) * F32;
+        // Of so many steps all but the last add to the log, and all read what those before them added; the last writes the state.
+        let steps = SETTLE_EVERY.div_ceil(tokens);
+        let (added, read) = (tokens * (steps - 1), tokens * steps * (steps - 1) / 2);
+        let of = |state| Contents::State(layer, state);
+        self.of_segment(segment, of(State::Recurrent), state, Access::ReadWrite, state + state / steps)
+            // With each value: four times for a token, twice for one that is replayed.
+            .times((4 * tokens + 2 * read / steps) * g.state_len())
+            .of_segment(
+                segment,
+                of(State::Log),
+                (SETTLE_EVERY - 1) * entry,
+                log,
+                (added + read) * entry / steps,
+            )
+            .of_segment(segment, of(State::Pending), pending, Access::ReadWrite, 2 * pending)
     }
 
     /// The pages of a segment's sequence.

@@ -8,7 +8,7 @@ use crate::device::Device;
 use crate::state::StateMemory;
 
 /// Ends in the version of the format: change it whenever the bytes behind it change meaning.
-const MAGIC: [u8; 8] = *b"LilyMTL\x01";
+const MAGIC: [u8; 8] = *b"LilyMTL\x02";
 /// Magic, checksum, and three words.
 const HEADER: usize = MAGIC.len() + 4 + 3 * 4;
 

@@ -85,9 +85,9 @@ impl Builder<'_> {
         let (channels, value_width, column_blocks) =
             (g.conv_channels(), g.value_width(), g.value_dim / LANES);
         let name = |module: &str| format!("layers.{layer}.linear_attn.{module}");
-        let (rows, state) = (self.rows(segment), g.state_len());
+        let rows = self.rows(segment);
         // Of the ring, all rows but the one of the first new token are read; that one is written, if it is the only one.
-        let (ring, moved) = (channels * g.conv_kernel, channels * (g.conv_kernel - 1));
+        let moved = channels * (g.conv_kernel - 1);
         let written = if rows.len() == 1 { channels } else { 0 };
         let bindings = self
             .bind()
@@ -101,8 +101,8 @@ impl Builder<'_> {
             .vector(&name("norm"))
             .position(segment, Access::Read)
             .numbers(&[rows.len()])
-            .state(segment, layer, State::Conv, ring, Access::ReadWrite, moved + written)
-            .state(segment, layer, State::Recurrent, state, Access::ReadWrite, 2 * state)
+            .conv(segment, layer, Access::ReadWrite, moved + written)
+            .recurrent(segment, layer, Access::ReadWrite)
             .scratch("gated", value_width, &rows, Access::Write)
             .scratch("squares", g.value_heads * column_blocks, &rows, Access::Write)
             .list;

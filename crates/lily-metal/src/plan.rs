@@ -15,6 +15,10 @@ use crate::builder::Builder;
 /// Parts that the positions of a sequence are divided into for attention, at most; each is 64 positions or more.
 pub const PARTS: usize = 32;
 
+/// Of so many tokens of a sequence, one step at a time, the last writes the recurrent state; what the others would do to it waits in
+/// a log, which the next steps replay. See docs/lab/metal.md for the count.
+pub const SETTLE_EVERY: usize = 4;
+
 /// Inputs that share a scale and a bias.
 pub const GROUP: usize = 64;
 
@@ -153,8 +157,14 @@ impl Contents {
 pub enum State {
     /// Gated DeltaNet: inputs of the convolution, f32 `[taps, channels]`. Those of position p are in row p % taps.
     Conv,
-    /// Gated DeltaNet: f32 `[value_heads, key_dim, value_dim]`.
+    /// Gated DeltaNet: f32 `[value_heads, key_dim, value_dim]`, without what is pending.
     Recurrent,
+    /// Gated DeltaNet: what the pending tokens do to the recurrent state, f32 `[SETTLE_EVERY - 1, key_heads * key_dim + value_heads *
+    /// value_dim + value_heads]`: normed keys, errors, decays. Behind the pending ones nobody reads.
+    Log,
+    /// Gated DeltaNet: how many tokens are pending, fewer than [`SETTLE_EVERY`], u32 `[value_heads, value_dim / LANES]`: the same number
+    /// for each threadgroup.
+    Pending,
     /// Attention: normed and rotated keys, `[pages, PAGE, kv_heads, head_dim]`; the plan counts the pages of one sequence. What is
     /// behind the last position is not kept.
     Keys,
@@ -180,7 +190,7 @@ pub enum Access {
     Read,
     /// It only writes, or reads no more than what its own threadgroup has written.
     Write,
-    /// Both, but no thread reads what another one writes.
+    /// Both, but no threadgroup reads what another one writes.
     ReadWrite,
 }
 
@@ -323,11 +333,11 @@ impl Plan {
         self.launches.iter().map(Launch::bytes_per_position).sum()
     }
 
-    /// Bytes of recurrent and convolution state that a step moves.
+    /// Bytes of recurrent and convolution state that a step moves: of one that does not always write it, the mean.
     pub fn state_bytes(&self) -> u64 {
         let of_state = |b: &&Binding| {
             let contents = &self.buffers[b.buffer].contents;
-            matches!(contents, Contents::State(_, State::Conv | State::Recurrent))
+            matches!(contents, Contents::State(_, state) if !matches!(state, State::Keys | State::Values))
         };
         self.launches.iter().flat_map(|l| &l.bindings).filter(of_state).map(|b| b.bytes).sum()
     }

@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use lily_model::config::Config;
 
-use crate::plan::{Features, KvType, PAGE, PARTS, bits};
+use crate::plan::{Features, KvType, PAGE, PARTS, SETTLE_EVERY, bits};
 
 /// The files of `kernels/`, in the order in which they make one library.
 const FILES: [&str; 11] = [
@@ -64,6 +64,7 @@ pub fn source(config: &Config, features: impl Into<Features>) -> String {
         ("KEY_DIM", g.key_dim),
         ("VALUE_DIM", g.value_dim),
         ("TAPS", g.conv_kernel),
+        ("SETTLE_EVERY", SETTLE_EVERY),
         ("HEADS", a.heads),
         ("KV_HEADS", a.kv_heads),
         ("HEAD_DIM", a.head_dim),

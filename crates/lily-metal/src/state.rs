@@ -8,7 +8,7 @@ use crate::plan::{Contents, Plan, State};
 /// What a slot's part of a buffer begins at a multiple of.
 const ALIGNMENT: usize = 256;
 
-/// State of one layer in a slot: convolution inputs, or recurrent state.
+/// State of one layer in a slot: convolution inputs, recurrent state, or what is pending of it.
 #[derive(Clone, Copy, Debug)]
 struct Slots {
     contents: (usize, State),
@@ -48,7 +48,7 @@ impl Layout {
         for buffer in &plan.buffers {
             let Contents::State(layer, state) = buffer.contents else { continue };
             match state {
-                State::Conv | State::Recurrent => {
+                State::Conv | State::Recurrent | State::Log | State::Pending => {
                     let stride = buffer.bytes.next_multiple_of(ALIGNMENT);
                     slots.push(Slots { contents: (layer, state), bytes: buffer.bytes, stride });
                 }

@@ -396,6 +396,38 @@ fn an_exported_snapshot_resumes_in_another_backend() {
     assert!(e.contains("it has 70 tokens, the context is 64"), "{e}");
 }
 
+/// Wherever a sequence is cut: behind each number of tokens that its recurrent state lacks, beside another sequence.
+#[test]
+fn what_is_pending_is_in_snapshots_and_exports() {
+    let model = nano();
+    let ids = golden("prompt.300");
+    let lengths = [17, 1, 1, 1, 1, 1, 2, 1, 16, 1, 1];
+    // Steps of a sequence from one of them on, and the logits of each.
+    let go_on = |backend: &mut Shim, seq: SeqId, steps: std::ops::Range<usize>| -> Vec<Vec<Vec<f32>>> {
+        let mut step = |i: usize| {
+            let start = lengths[..i].iter().sum();
+            feed(backend, seq, start, &ids[start..start + lengths[i]])
+        };
+        steps.map(&mut step).collect()
+    };
+    let (mut alone, mut first, mut second) = (backend(&model), backend(&model), backend(&model));
+    let whole = alone.create(60).unwrap();
+    let expected = go_on(&mut alone, whole, 0..lengths.len());
+    let (seq, other) = (first.create(60).unwrap(), first.create(60).unwrap());
+    for cut in 1..lengths.len() - 3 {
+        assert!(go_on(&mut first, seq, cut - 1..cut)[..] == expected[cut - 1..cut]);
+        feed(&mut first, other, cut - 1, &ids[100 + cut..101 + cut]);
+        let snapshot = first.snapshot(seq).unwrap();
+        let imported = second.import(&first.export(snapshot).unwrap()).unwrap();
+        for (backend, snapshot) in [(&mut first, snapshot), (&mut second, imported)] {
+            let resumed = backend.resume(snapshot, 60).unwrap();
+            assert!(go_on(backend, resumed, cut..cut + 3)[..] == expected[cut..cut + 3], "cut at {cut}");
+            backend.free(resumed).unwrap();
+            backend.forget(snapshot).unwrap();
+        }
+    }
+}
+
 #[test]
 fn memory_is_reserved_up_front_and_refused_with_numbers() {
     let small = Options { context: 128, max_sequences: 2, snapshot_bytes: 0, ..options() };

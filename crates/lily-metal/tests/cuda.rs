@@ -181,6 +181,7 @@ impl Device {
                     words(&mut Draw::new(&SampleParams::greedy(), &[], false, 0).words.into_iter())
                 }
                 Contents::Pages => words(&mut (0..count)),
+                Contents::State(_, State::Pending) => words(&mut (0..count).map(|_| 0)),
                 Contents::Token => words(&mut (0..count).map(|i| (i * 7919 + 1) % vocab)),
                 _ => Vec::new(),
             };

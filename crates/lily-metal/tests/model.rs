@@ -7,9 +7,10 @@ mod common;
 use common::machine::{Feed, Machine};
 use common::model::{Model, edge_shapes, folder};
 use common::{Guard, ORDERS, Order};
-use lily_cpu::reference::State;
+use lily_cpu::reference;
 use lily_cpu::tap::no_tap;
-use lily_metal::plan::{Contents, Features, KvType, Want};
+use lily_metal::plan::{Contents, Features, KvType, SETTLE_EVERY, State, Want};
+use lily_metal::source;
 use lily_model::sample::argmax;
 
 fn max_difference(a: &[f32], b: &[f32]) -> f32 {
@@ -47,7 +48,7 @@ fn greedy(machine: &mut Machine, prompt: &[u32], chunk: usize, count: usize) -> 
 
 /// As [`greedy`], by the CPU's reference.
 fn reference_greedy(model: &Model, prompt: &[u32], count: usize) -> (Vec<Vec<f32>>, Vec<u32>) {
-    let (reference, mut state) = (model.reference(), State::default());
+    let (reference, mut state) = (model.reference(), reference::State::default());
     let mut step = |token| reference.logits(&reference.step(token, &mut state, &mut no_tap));
     let mut last = prompt.iter().map(|&token| step(token)).last().unwrap();
     let (mut logits, mut tokens) = (Vec::new(), Vec::new());
@@ -137,6 +138,49 @@ fn all_rows_of_logits_are_those_of_each_position() {
     let d = rows.iter().zip(&one_by_one).map(|(a, b)| max_difference(a, b)).fold(0.0, f32::max);
     println!("max difference {d:.1e}");
     assert!(rows.len() == 20 && d < 3e-5, "{d:e}");
+}
+
+/// Logits of two sequences, whose steps are single tokens, drafts and chunks in turn, and the recurrent state that they end with, which
+/// a chunk settles.
+fn logits_and_state(machine: &mut Machine, ids: &[u32]) -> Vec<Vec<u32>> {
+    let sequences = [machine.sequence(128), machine.sequence(128)];
+    let mut bits = Vec::new();
+    let lengths = [1, 1, 1, 1, 1, 2, 1, 3, 1, 1, 20, 1, 17, 1, 1, 1, 5, 1, 1, 2, 1, 16];
+    for (step, &length) in lengths.iter().enumerate() {
+        // The other one is a token behind now and then.
+        let ends = if step % 3 == 2 { 1 } else { 2 };
+        for sequence in &sequences[..ends] {
+            let at = machine.position(*sequence);
+            let feed = Feed(*sequence, &ids[at..at + length], Want::All);
+            let logits = machine.feed(&[feed]).remove(0);
+            bits.extend(logits.iter().map(|row| row.iter().map(|x| x.to_bits()).collect()));
+        }
+    }
+    for sequence in sequences {
+        let mut step = machine.step(&[(sequence, 16, Want::All)]);
+        for buffer in step.plan.buffers.clone() {
+            if let Contents::State(_, State::Recurrent | State::Pending) = buffer.contents {
+                bits.push(machine.of(&mut step, 0, &buffer.contents).words());
+            }
+        }
+        machine.keep(step);
+    }
+    bits
+}
+
+#[test]
+fn what_is_pending_changes_no_bit() {
+    let nano = nano();
+    let text = source::source(&nano.config, KvType::F32);
+    let always = text.replace(&format!("define SETTLE_EVERY {SETTLE_EVERY}u"), "define SETTLE_EVERY 1u");
+    assert_ne!(always, text);
+    let ids = golden("prompt.300");
+    let run = |text: &str| {
+        let mut machine = nano.machine_of(text, KvType::F32, Guard::End);
+        machine.order = Order::Random(6);
+        logits_and_state(&mut machine, &ids)
+    };
+    assert!(run(&text) == run(&always));
 }
 
 /// What other sequences are in a step changes nothing, to the bit; being alone changes no more than rounding.

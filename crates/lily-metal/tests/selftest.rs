@@ -39,7 +39,7 @@ fn right_kernels_pass() {
 #[test]
 fn a_broken_kernel_is_named_with_what_it_did() {
     let model = nano();
-    let mutants: [(&[&str], _, _, _); 5] = [
+    let mutants: [(&[&str], _, _, _); 6] = [
         (&["gate_up"], "= weight * silu(g) * u;", "= weight * silu(u) * g;", "middle["),
         (&["finish", "advance"], "position[0] += rows[0];", "position[0] += 2;", "position is Some("),
         (&["finish"], "counter[0]) * 0xd2511f53u", "counter[0]) * 0xd2511f51u", "token is Some("),
@@ -49,6 +49,13 @@ fn a_broken_kernel_is_named_with_what_it_did() {
             "i == c ? entered * between : 0.0f",
             "i == c ? entered : 0.0f",
             "chunk_matrices[",
+        ),
+        // What is pending is replayed backwards.
+        (
+            &["delta", "delta_chunks"],
+            "for (uint token = 0; token < pending; ++token)",
+            "for (uint token = pending; token-- > 0;)",
+            "Recurrent of layer ",
         ),
         // What is not written shows in the logits.
         (&["finish", "append"], "q + ulong(row) * QUERY_WIDTH", "q + 99999999", "outside of its memory"),

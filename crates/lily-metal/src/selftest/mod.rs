@@ -13,7 +13,7 @@ use lily_model::config::Config;
 use lily_model::weights::Weights;
 
 use crate::device::{Argument, Device, Dispatch, Place};
-use crate::plan::{Binding, Contents, Features, KvType, Launch, PAGE, Plan, State, Want};
+use crate::plan::{Binding, Contents, Features, KvType, Launch, PAGE, Plan, SETTLE_EVERY, State, Want};
 use crate::{LoadError, load, source, steps, weights};
 pub use draws::Drawn;
 pub use expected::Launched;
@@ -224,6 +224,9 @@ impl Bench<'_> {
             Contents::State(_, State::Keys | State::Values) if self.kv == KvType::Bf16 => {
                 (0..bytes / 2).flat_map(|_| bf16::from_f32(random.f32() * 2.0 - 1.0).to_le_bytes()).collect()
             }
+            Contents::State(_, State::Pending) => {
+                words(vec![(segment.position % SETTLE_EVERY) as u32; bytes / 4])
+            }
             Contents::State(..) => (0..bytes / 4).flat_map(|_| (random.f32() - 0.5).to_le_bytes()).collect(),
             _ => return None,
         })
@@ -351,7 +354,8 @@ impl Bench<'_> {
                         tolerance = BF16_TOLERANCE;
                     }
                 }
-                Contents::Scratch("chosen" | "order" | "tiles" | "best") => {
+                Contents::Scratch("chosen" | "order" | "tiles" | "best")
+                | Contents::State(_, State::Pending) => {
                     // Words, which are compared as numbers.
                     let numbers = |x: Vec<f32>| x.into_iter().map(|e| e.to_bits() as f32).collect();
                     (got, expected) = (numbers(got), numbers(expected));

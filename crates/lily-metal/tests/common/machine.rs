@@ -98,12 +98,12 @@ impl<'m> Machine<'m> {
         let home = self.home(step, buffer);
         let new = || kernels.allocate(bytes, guard);
         let memory = home.entry(contents).or_insert_with_key(|contents| match contents {
-            // State is all zeros at first; positions that weren't written must not be read.
+            // State is all zeros at first; positions and logs that weren't written must not be read.
             Contents::Scratch(_)
             | Contents::Logits
             | Contents::Changes
             | Contents::Mask
-            | Contents::State(_, State::Keys | State::Values) => new(),
+            | Contents::State(_, State::Log | State::Keys | State::Values) => new(),
             Contents::Draw => new().with(Draw::new(&SampleParams::greedy(), &[], false, 0).words),
             Contents::Token | Contents::Broken | Contents::State(..) => new().with(vec![0; bytes / 4]),
             Contents::Position => new().with([position]),

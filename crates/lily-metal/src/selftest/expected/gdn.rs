@@ -4,9 +4,9 @@ use lily_cpu::math::{l2_normalise, sigmoid, silu, softplus};
 use lily_cpu::reference::{L2_EPS, matvec};
 use lily_model::weights::Gdn;
 
-use super::{Expected, Launched, scratch};
+use super::{Expected, Launched, bits, scratch};
 use crate::batch::{CHUNK_MATRICES, DELTA_CHUNK};
-use crate::plan::{Contents, State};
+use crate::plan::{Contents, SETTLE_EVERY, State};
 
 impl Launched<'_> {
     pub(super) fn project_gdn(&self) -> Option<Expected> {
@@ -65,40 +65,72 @@ impl Launched<'_> {
         [alpha, sigmoid(self.scratch("b")[at])]
     }
 
+    /// Recurrent state with what is pending, and how many tokens that are.
+    fn settled(&self) -> (Vec<f32>, usize) {
+        let g = &self.config.gdn;
+        let (dk, dv) = (g.key_dim, g.value_dim);
+        let key_width = g.key_heads * dk;
+        let pending = self.state(State::Pending).first().map_or(0, |n| n.to_bits() as usize);
+        let mut state = self.state(State::Recurrent).to_vec();
+        let log = self.state(State::Log).chunks_exact(key_width + g.value_width() + g.value_heads);
+        for entry in log.take(pending) {
+            let (keys, rest) = entry.split_at(key_width);
+            let (errors, decays) = rest.split_at(g.value_width());
+            for (head, s) in state.chunks_exact_mut(dk * dv).enumerate() {
+                let keys = &keys[head / (g.value_heads / g.key_heads) * dk..];
+                for (i, s) in s.iter_mut().enumerate() {
+                    *s = decays[head] * *s + keys[i / dv] * errors[head * dv + i % dv];
+                }
+            }
+        }
+        (state, pending)
+    }
+
     /// The delta rule, token by token: `delta_chunks` is held to it too, and needs what `prepare_chunks` was bound to.
     pub(super) fn delta(&self) -> Option<Expected> {
         let (w, g) = (self.gdn()?, &self.config.gdn);
         let (dk, dv, heads) = (g.key_dim, g.value_dim, g.value_heads);
         let key_width = g.key_heads * dk;
-        let mut state = self.state(State::Recurrent).to_vec();
-        let (mut gated, mut squares) = (Vec::new(), Vec::new());
+        let shared_by = heads / g.key_heads;
+        let (mut state, pending) = self.settled();
+        let (mut gated, mut squares, mut added) = (Vec::new(), Vec::new(), Vec::new());
         for (row, z) in self.rows("z", g.value_width()).enumerate() {
             let u = self.convolved(w, row);
-            for head in 0..heads {
-                let [q, k] = self.query_and_key(&u, head / (heads / g.key_heads));
-                let [alpha, beta] = self.gates(w, row, head);
-                let mut o = vec![0.0; dv];
-                for (column, o) in o.iter_mut().enumerate() {
-                    let s = &mut state[head * dk * dv..];
-                    let decayed: Vec<f32> = (0..dk).map(|i| alpha * s[i * dv + column]).collect();
-                    let known: f32 = decayed.iter().zip(&k).map(|(s, k)| s * k).sum();
-                    let error = beta * (u[2 * key_width + head * dv + column] - known);
-                    for i in 0..dk {
-                        s[i * dv + column] = decayed[i] + k[i] * error;
-                        *o += s[i * dv + column] * q[i];
-                    }
-                }
+            let (mut keys, mut errors, mut decays) = (Vec::new(), Vec::new(), Vec::new());
+            for (head, s) in state.chunks_exact_mut(dk * dv).enumerate() {
+                let inputs = self.query_and_key(&u, head / shared_by);
+                let gates = self.gates(w, row, head);
+                let (o, of_head) = token(s, &inputs, gates, &u[2 * key_width + head * dv..][..dv]);
                 let z = &z[head * dv..][..dv];
                 gated.extend(o.iter().zip(&w.norm).zip(z).map(|((o, g), z)| o * g * silu(*z)));
                 squares.extend(o.chunks_exact(32).map(|o| o.iter().map(|o| o * o).sum::<f32>()));
+                if head % shared_by == 0 {
+                    keys.extend_from_slice(&inputs[1]);
+                }
+                errors.extend(of_head);
+                decays.push(gates[0]);
             }
+            added.extend([keys, errors, decays].concat());
         }
+        // Tokens wait in the log while there is room for them.
+        let mut log = self.state(State::Log).to_vec();
+        let entry = log.len() / (SETTLE_EVERY - 1);
+        let mut now = pending + added.len() / entry;
+        if now < SETTLE_EVERY {
+            log[pending * entry..now * entry].copy_from_slice(&added);
+            state = self.state(State::Recurrent).to_vec();
+        } else {
+            now = 0;
+        }
+        let pending = vec![bits(now); self.state(State::Pending).len()];
         // One token's inputs go into the ring.
         let one = self.scratch("qkv").len() == g.conv_channels();
         let ring = if one { self.kept() } else { self.state(State::Conv).to_vec() };
         Some(vec![
             (Contents::State(self.layer, State::Conv), ring),
             (Contents::State(self.layer, State::Recurrent), state),
+            (Contents::State(self.layer, State::Log), log),
+            (Contents::State(self.layer, State::Pending), pending),
             scratch("gated", gated),
             scratch("squares", squares),
         ])
@@ -155,6 +187,27 @@ impl Launched<'_> {
             scratch("chunk_matrices", matrices),
         ])
     }
+}
+
+/// The delta rule of a token of one head, whose state `[key_dim, value_dim]` moves on: what is read of it, and the errors.
+fn token(
+    s: &mut [f32],
+    [q, k]: &[Vec<f32>; 2],
+    [alpha, beta]: [f32; 2],
+    values: &[f32],
+) -> (Vec<f32>, Vec<f32>) {
+    let (mut read, mut errors) = (vec![0.0; values.len()], Vec::new());
+    for (column, (v, o)) in values.iter().zip(&mut read).enumerate() {
+        let decayed: Vec<f32> = s[column..].iter().step_by(values.len()).map(|s| alpha * s).collect();
+        let known: f32 = decayed.iter().zip(k).map(|(s, k)| s * k).sum();
+        let error = beta * (v - known);
+        for (i, decayed) in decayed.into_iter().enumerate() {
+            s[i * values.len() + column] = decayed + k[i] * error;
+            *o += s[i * values.len() + column] * q[i];
+        }
+        errors.push(error);
+    }
+    (read, errors)
 }
 
 /// Tokens of a block, and numbers of its matrix.
