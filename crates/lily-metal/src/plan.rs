@@ -212,8 +212,8 @@ pub struct Binding {
     pub buffer: usize,
     /// How it is used.
     pub access: Access,
-    /// Bytes of weights and state that are moved to or from memory. Scratch and vocabulary-sized results count as nothing:
-    /// they stay in the caches.
+    /// Bytes of weights and state that are moved to or from memory; where that is more in some steps than in others, the mean. Scratch
+    /// and vocabulary-sized results count as nothing: they stay in the caches.
     pub bytes: u64,
     /// What is added for each position that came before.
     pub bytes_per_position: u64,
@@ -333,7 +333,7 @@ impl Plan {
         self.launches.iter().map(Launch::bytes_per_position).sum()
     }
 
-    /// Bytes of recurrent and convolution state that a step moves: of one that does not always write it, the mean.
+    /// Bytes of recurrent and convolution state that a step moves.
     pub fn state_bytes(&self) -> u64 {
         let of_state = |b: &&Binding| {
             let contents = &self.buffers[b.buffer].contents;
