@@ -573,7 +573,7 @@ fn every_barrier_of_a_draw_is_needed() {
 #[test]
 #[ignore = "minutes: compiles the kernels once for each barrier"]
 fn every_barrier_is_needed() {
-    let steps: [&[_]; 3] = [&[(0, 65, Want::Last)], &[(2100, 17, Want::Last)], &[(60, 33, Want::Last)]];
+    let steps: [&[_]; 3] = [&[(0, 65, Want::Last)], &[(2103, 17, Want::Last)], &[(61, 33, Want::Last)]];
     let ([values, races], all) = survivors(&nano(), KvType::F32.into(), 0, |machine| {
         check_tokens("mutant", machine, &[130, 131, 2100]);
         check_batches("mutant", machine, &steps);
