@@ -190,7 +190,8 @@ kernel void delta(
         }
         sums[2 * simdgroup * LANES + lane] = s_q;
         sums[(2 * simdgroup + 1) * LANES + lane] = s_k;
-        threadgroup_barrier(mem_flags::mem_threadgroup);
+        // Of device memory too: behind it `pending` is written, which all have read before.
+        threadgroup_barrier(mem_flags::mem_device | mem_flags::mem_threadgroup);
         s_q = 0.0f;
         s_k = 0.0f;
         for (uint i = 0; i < DELTA_SIMDGROUPS; ++i) {
