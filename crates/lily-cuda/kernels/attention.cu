@@ -329,27 +329,46 @@ flash(const Segment* segments, const Row* rows, const float* queries, Cache cach
 // Joins a row's splits and applies the output gate: attended, [rows, QUERY], or as columns, if those are wanted. A warp four tiles of
 // a row. Grid: (QUERY / (256 COMBINE_WARPS), rows).
 #define COMBINE_WARPS 2
+#define MOST_SPLITS 64                       // SPLITS in src/forward.rs
+#define COMBINE_HEADS (256 / HEAD_DIM + 2)  // that a warp has columns of, at most
 extern "C" __global__ void __launch_bounds__(32 * COMBINE_WARPS)
 combine(const Row* rows, const float* projected, const float* partial, const Softmax* stats, u32 splits, float* attended, Columns to) {
+    // What each split of a head counts, and its sum.
+    __shared__ float2 shares[COMBINE_WARPS][COMBINE_HEADS][MOST_SPLITS];
     launch_dependents();
-    const u32 row = blockIdx.y, lane = threadIdx.x % 32;
-    const Place p = place((blockIdx.x * COMBINE_WARPS + threadIdx.x / 32) * 4, QUERY / TILE_COLS, QUERY, lane);
-    const u32 head = p.active ? p.col / HEAD_DIM : 0, d = p.col % HEAD_DIM, used = used_splits(rows[row].position, splits);
-    const u64 at = ((u64)row * HEADS + head) * splits;
+    const u32 row = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const Place p = place((blockIdx.x * COMBINE_WARPS + warp) * 4, QUERY / TILE_COLS, QUERY, lane);
+    const u32 first = __reduce_min_sync(FULL, p.active ? p.col / HEAD_DIM : HEADS);
+    if (first == HEADS) return;
+    const u32 head = p.active ? p.col / HEAD_DIM : first, last = __reduce_max_sync(FULL, head);
+    const u32 d = p.col % HEAD_DIM, used = used_splits(rows[row].position, splits);
     wait_for_inputs();
-    float gate[8], value[8] = {}, high = -INFINITY, total = 0;
+    float gate[8], value[8] = {}, total = 0;
     load8(projected + (u64)row * PROJECTED + (2 * head + 1) * HEAD_DIM + d, gate);
-#pragma unroll 8
-    for (u32 s = 0; s < used; s++) high = fmaxf(high, __ldcg(&stats[at + s].max));
+    for (u32 h = first; h <= last; h++) {
+        float2 stat[MOST_SPLITS / 32];  // max, sum
+        float high = -INFINITY;
+#pragma unroll
+        for (u32 i = 0; i < MOST_SPLITS / 32; i++) {
+            const u32 s = i * 32 + lane;
+            stat[i] = s < used ? __ldcg((const float2*)stats + ((u64)row * HEADS + h) * splits + s) : make_float2(-INFINITY, 0);
+            high = fmaxf(high, stat[i].x);
+        }
+#pragma unroll
+        for (int o = 16; o; o >>= 1) high = fmaxf(high, __shfl_xor_sync(FULL, high, o));
+#pragma unroll
+        for (u32 i = 0; i < MOST_SPLITS / 32; i++) shares[warp][h - first][i * 32 + lane] = make_float2(__expf(stat[i].x - high), stat[i].y);
+    }
+    __syncwarp();
+    const float* part = partial + ((u64)row * HEADS + head) * splits * HEAD_DIM + d;
 #pragma unroll 8
     for (u32 s = 0; s < used; s++) {
-        const float2 stat = __ldcg((const float2*)stats + at + s);  // max, sum
-        const float scale = __expf(stat.x - high);
-        float part[8];
-        load8(partial + (at + s) * HEAD_DIM + d, part);
-        total = fmaf(scale, stat.y, total);
+        const float2 share = shares[warp][head - first][s];
+        float x[8];
+        load8(part + s * HEAD_DIM, x);
+        total = fmaf(share.x, share.y, total);
 #pragma unroll
-        for (int i = 0; i < 8; i++) value[i] = fmaf(scale, part[i], value[i]);
+        for (int i = 0; i < 8; i++) value[i] = fmaf(share.x, x[i], value[i]);
     }
 #pragma unroll
     for (int i = 0; i < 8; i++) value[i] = value[i] / total * sigmoid(gate[i]);

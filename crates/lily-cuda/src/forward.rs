@@ -18,7 +18,7 @@ use crate::wide::Wide;
 
 /// Threads of most blocks.
 pub const THREADS: u32 = 256;
-/// Splits of a row's keys in a step of few rows.
+/// Splits of a row's keys in a step of few rows, `MOST_SPLITS` of `kernels/attention.cu`.
 const SPLITS: u32 = 64;
 /// Rows times splits in a step of many.
 pub const SPLIT_ROWS: u32 = 2048;
