@@ -223,6 +223,17 @@ mod tests {
     }
 
     #[test]
+    fn a_card_with_less_shared_memory_runs_the_real_model_too() {
+        let config = Config::from_json(CONFIG_35B_A3B).unwrap();
+        let context = Context::rtx_4090();
+        for batch in [1, 8, 32] {
+            let launches = decode_launches(config.clone(), &context, batch).unwrap();
+            let most = launches.iter().max_by_key(|launch| launch.shared).unwrap();
+            assert!(most.shared <= context.shared_memory, "{most:?}");
+        }
+    }
+
+    #[test]
     fn a_kernel_may_have_stages_inside() {
         let record = Record::default();
         let shape = Shape { grid: [1, 2, 3], threads: 32, shared: 4, overlap: true };
