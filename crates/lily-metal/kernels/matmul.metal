@@ -59,12 +59,12 @@ kernel void norm_rows(
     }
 }
 
-/// Values of 16 inputs from `at` on, rounded to T.
-template <uint BITS, class T> inline void dequantise(Matrix m, ulong at, threadgroup T* to) {
+/// Values of 16 inputs from `at` on.
+template <uint BITS> inline void dequantise(Matrix m, ulong at, threadgroup float* to) {
     if (BITS == 16) {
         const device bfloat* values = (const device bfloat*)m.codes + at;
         for (uint i = 0; i < INPUTS; ++i) {
-            to[i] = T(float(values[i]));
+            to[i] = float(values[i]);
         }
         return;
     }
@@ -75,7 +75,7 @@ template <uint BITS, class T> inline void dequantise(Matrix m, ulong at, threadg
     for (uint i = 0; i < INPUTS / CODES; ++i) {
         const uint word = words[i];
         for (uint j = 0; j < CODES; ++j) {
-            to[i * CODES + j] = T(scale * float(word >> (j * BITS) & ((1u << BITS) - 1)) + bias);
+            to[i * CODES + j] = scale * float(word >> (j * BITS) & ((1u << BITS) - 1)) + bias;
         }
     }
 }

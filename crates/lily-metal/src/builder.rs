@@ -12,6 +12,8 @@ use crate::plan::{Access, Binding, Buffer, Contents, Features, GROUP, Launch, PA
 /// Bytes of a number.
 pub const F32: usize = 4;
 pub const F16: usize = 2;
+/// Rows of the largest tile of tensor operations.
+pub const TENSOR_ROWS: usize = 64;
 /// Positions that `attend_rows` takes at a time: `POSITIONS` of `attention.metal`. Pages are whole blocks.
 pub const POSITIONS: usize = 32;
 
@@ -203,6 +205,15 @@ impl Bindings<'_, '_> {
     pub fn scratch(self, name: &'static str, width: usize, rows: &Range<usize>, access: Access) -> Self {
         let row = width * F32;
         self.part(Contents::Scratch(name), rows.start * row..rows.end * row, access)
+    }
+
+    /// Rows of halves, `width` a row. Tensor operations read whole tiles of them, and use nothing of what is behind the last row: for
+    /// that there is room.
+    pub fn halves(self, name: &'static str, width: usize, rows: &Range<usize>, access: Access) -> Self {
+        let row = width * F16;
+        let contents = Contents::Scratch(name);
+        self.builder.buffer(0, contents.clone(), (rows.end + TENSOR_ROWS) * row);
+        self.part(contents, rows.start * row..rows.end * row, access)
     }
 
     /// The residual stream.

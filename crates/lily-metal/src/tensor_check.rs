@@ -4,6 +4,7 @@
 use half::{bf16, f16};
 use lily_model::config::Config;
 
+use crate::builder::TENSOR_ROWS;
 use crate::device::{Argument, Device, DeviceError, Dispatch, Place};
 use crate::plan::{GROUP, Launch, PAGE, Plan, bits};
 
@@ -134,8 +135,10 @@ fn check_product(
     let sum = |x: &[f32], out: usize| (0..COLS).map(|i| half(x[i]) * weight(out * COLS + i)).sum::<f32>();
     let expected = x.chunks_exact(COLS).flat_map(|x| (0..OUTS).map(move |out| sum(x, out)));
     let expected: Vec<f32> = expected.collect();
+    // Whole tiles are read.
+    let halves_of_x = x.iter().copied().chain([0.0; TENSOR_ROWS * COLS]).map(f16::from_f32);
     let given = vec![
-        Given::Bytes(floats(&x)),
+        Given::Bytes(halves_of_x.flat_map(f16::to_le_bytes).collect()),
         if is_plain { halves(&plain) } else { Given::Bytes(codes.clone()) },
         halves(&scales),
         halves(&biases),

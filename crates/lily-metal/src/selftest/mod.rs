@@ -8,7 +8,7 @@ mod report;
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use half::bf16;
+use half::{bf16, f16};
 use lily_model::config::Config;
 use lily_model::weights::Weights;
 
@@ -16,7 +16,7 @@ use crate::device::{Argument, Device, Dispatch, Place};
 use crate::plan::{Binding, Contents, Features, KvType, Launch, PAGE, Plan, State, Want};
 use crate::{LoadError, load, source, steps, weights};
 pub use draws::Drawn;
-pub use expected::Launched;
+pub use expected::{Launched, is_half};
 pub use report::Report;
 
 /// What may differ, of the largest value: the order of sums, and another `exp`.
@@ -255,6 +255,9 @@ impl Bench<'_> {
                 if is_bf16 { halves(&pages) } else { floats(&pages) }
             }
             Contents::Scratch("q") if is_bf16 => halves(&bytes),
+            _ if is_half(contents) => {
+                bytes.as_chunks().0.iter().map(|b| f16::from_le_bytes(*b).to_f32()).collect()
+            }
             _ => floats(&bytes),
         }
     }
@@ -361,6 +364,7 @@ impl Bench<'_> {
                 Contents::State(_, State::Keys | State::Values) | Contents::Scratch("q") if is_bf16 => {
                     tolerance = 1.0 / 128.0;
                 }
+                _ if is_half(&contents) => tolerance = 1.0 / 1024.0,
                 _ => {}
             }
             outcome.compare(position, layer, &contents, &got, &expected, tolerance);

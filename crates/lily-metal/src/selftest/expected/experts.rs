@@ -4,7 +4,7 @@ use lily_cpu::math::{sigmoid, silu, softmax, top_k};
 use lily_cpu::reference::matvec;
 use lily_model::weights::Expert;
 
-use super::{Contents, Expected, Launched, add, bits, product, scratch};
+use super::{Contents, Expected, Launched, add, bits, halves, product, scratch};
 
 /// Pairs of token and slot in a tile.
 const PAIR_ROWS: usize = 32;
@@ -124,21 +124,26 @@ impl Launched<'_> {
 
     pub(super) fn gate_up_rows(&self, rounds: bool) -> Option<Expected> {
         let (width, slots) = (self.middle_width(), self.config.moe.experts_per_token + 1);
-        let mut middle = self.scratch("middle").to_vec();
-        let h: Vec<&[f32]> = self.rows("h", self.config.hidden_size).collect();
-        for (pair, expert) in self.pairs()? {
-            let to = &mut middle[pair * width..(pair + 1) * width];
+        let (h, name) = if rounds { ("h_half", "middle_half") } else { ("h", "middle") };
+        let mut middle = self.scratch(name).to_vec();
+        let h: Vec<&[f32]> = self.rows(h, self.config.hidden_size).collect();
+        for (place, (pair, expert)) in self.pairs()?.into_iter().enumerate() {
+            // With tensor operations in the order of the tiles.
+            let at = if rounds { place } else { pair } * width;
+            let to = &mut middle[at..at + width];
             swiglu(self.expert(expert)?, h[pair / slots], self.scratch("shares")[pair], rounds, to);
         }
-        Some(vec![scratch("middle", middle)])
+        Some(vec![if rounds { halves(name, middle) } else { scratch(name, middle) }])
     }
 
     pub(super) fn down_rows(&self, rounds: bool) -> Option<Expected> {
         let (width, hidden) = (self.middle_width(), self.config.hidden_size);
         let mut spread = vec![0.0; self.scratch("spread").len()];
-        for (pair, expert) in self.pairs()? {
+        let middle = self.scratch(if rounds { "middle_half" } else { "middle" });
+        for (place, (pair, expert)) in self.pairs()?.into_iter().enumerate() {
             let down = &self.expert(expert)?.down;
-            let y = product(down, &self.scratch("middle")[pair * width..][..down.cols], rounds);
+            let at = if rounds { place } else { pair } * width;
+            let y = product(down, &middle[at..][..down.cols], rounds);
             spread[pair * hidden..][..hidden].copy_from_slice(&y);
         }
         Some(vec![scratch("spread", spread)])
