@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use crate::builder::{Bindings, Builder, F16, F32, POSITIONS, TENSOR_ROWS};
 use crate::launches::{HEAD_SIMDGROUPS, MIXER_SIMDGROUPS, PRODUCT_ROWS};
-use crate::plan::{Access, Contents, Features, KvType, LANES, PARTS, State, Want, is_router};
+use crate::plan::{Access, Contents, Features, KvType, LANES, PAGE, PARTS, State, Want, is_router};
 
 /// Rows that `matmul_few` takes at most: `FEW` of `matmul.metal`. Of more tokens the experts are grouped.
 const FEW: usize = 8;
@@ -394,8 +394,8 @@ impl Builder<'_> {
             .list;
         let memory = [(a.heads / a.kv_heads + 1) * d, a.rotary_dim];
         let memory = memory.map(|n| n.next_multiple_of(4) * F32).to_vec();
-        // The last block may go on behind the last token.
-        let grid = [a.kv_heads, rows.len() + POSITIONS - 1, 1];
+        // The last page may go on behind the last token.
+        let grid = [a.kv_heads, rows.len() + PAGE - 1, 1];
         self.launch("append", grid, MIXER_SIMDGROUPS * LANES, memory, bindings);
     }
 
@@ -413,12 +413,12 @@ impl Builder<'_> {
             .parts(segment, Access::Write)
             .pages(segment)
             .list;
-        // Last, what each row's sums are multiplied with: as diagonals of 8x8 matrices, or as it is.
-        let (kernel, tall, factors) = match self.attends_with_tensors(segment) {
-            true => ("attend_tensor", ATTEND_TENSOR_ROWS, ATTEND_TENSOR_ROWS),
-            false => ("attend_rows", ATTEND_ROWS, ATTEND_ROWS / 8 * 64),
+        // Last, what each row's sums are multiplied with: as it is, and whether by anything but 1; or as diagonals of 8x8 matrices.
+        let (kernel, tall, block, factors) = match self.attends_with_tensors(segment) {
+            true => ("attend_tensor", ATTEND_TENSOR_ROWS, PAGE, ATTEND_TENSOR_ROWS + ATTEND_SIMDGROUPS),
+            false => ("attend_rows", ATTEND_ROWS, POSITIONS, ATTEND_ROWS / 8 * 64),
         };
-        let shares = tall * POSITIONS;
+        let shares = tall * block;
         let memory = vec![tall * a.head_dim * kv, shares * F32, shares * kv, factors * F32];
         let grid = [parts, a.kv_heads, self.attend_tiles(segment)];
         self.launch(kernel, grid, ATTEND_SIMDGROUPS * LANES, memory, bindings);

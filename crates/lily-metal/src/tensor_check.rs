@@ -149,10 +149,10 @@ fn check_product(
     compare(launch.kernel, OUTS, &got[0], &expected, TOLERANCE)
 }
 
-/// Attention of two tokens over two blocks of positions, the second of them not full.
+/// Attention of two tokens over two pages, the second of them not full.
 fn check_attention(device: &mut dyn Device, launch: &Launch, config: &Config) -> Result<(), String> {
     const ROWS: usize = 2;
-    const POSITION: usize = 40;
+    const POSITION: usize = PAGE + 40;
     let a = &config.attention;
     let (heads, width, d) = (a.heads, a.kv_width(), a.head_dim);
     let mut random = fastrand::Rng::with_seed(1);
@@ -161,7 +161,7 @@ fn check_attention(device: &mut dyn Device, launch: &Launch, config: &Config) ->
     };
     let queries = values(ROWS * heads * d, 4.0 / (d as f32).sqrt());
     let mut cache = || {
-        let mut cache = values(PAGE * width, 1.0);
+        let mut cache = values(2 * PAGE * width, 1.0);
         cache[(POSITION + ROWS) * width..].fill(bf16::ZERO);
         cache
     };
@@ -188,7 +188,7 @@ fn check_attention(device: &mut dyn Device, launch: &Launch, config: &Config) ->
         halves(&cached),
         Given::Output(ROWS * heads * d),
         Given::Output(ROWS * heads * 2),
-        Given::Words(vec![0]),
+        Given::Words(vec![0, 1]),
     ];
     // A tile has room for two tokens at least.
     let got = run(device, launch, [1, a.kv_heads, 1], given).map_err(|e| e.to_string())?;

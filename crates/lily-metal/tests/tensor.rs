@@ -169,7 +169,7 @@ fn a_broken_kernel_is_named_by_the_self_test() {
         ("norm_rows_both", "((device float4*)plain)[2 * i + j] =", "((device float4*)plain)[2 * i] ="),
         ("norm_heads_half", "half(gated[at] *", "half(gated[i] *"),
         ("combine_half", "To(sum / total", "To(sum / 2.0f"),
-        ("attend_tensor", "out[i] *= kept[", "out[i] *= 1.0f + 0.0f * kept["),
+        ("attend_tensor", "sum += share;", "sum += 2.0f * share;"),
     ] {
         assert!(text.contains(right), "{right}");
         let mutant = text.replace(right, wrong);

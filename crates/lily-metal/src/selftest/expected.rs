@@ -11,12 +11,12 @@ use lily_model::sample::{SampleParams, argmax};
 use lily_model::weights::{Attention, Gdn, Layer, Mixer, Weights};
 
 use crate::draw::{self, Draw};
-use crate::plan::{Contents, KvType, State};
+use crate::plan::{Contents, KvType, PAGE, State};
 
 mod experts;
 mod gdn;
 
-/// Positions of a block.
+/// Positions of a block of `attend_rows`.
 const POSITIONS: usize = 32;
 
 fn normed(x: &[f32], gains: &[f32], eps: f32) -> Vec<f32> {
@@ -325,7 +325,7 @@ impl Launched<'_> {
         let q = self.q()?.into_iter().map(|q| self.rounded(q)).collect();
         let [mut keys, mut values] = self.appended()?;
         let end = self.position + self.scratch("new_keys").len() / a.kv_width();
-        let behind = end * a.kv_width()..end.next_multiple_of(POSITIONS) * a.kv_width();
+        let behind = end * a.kv_width()..end.next_multiple_of(PAGE) * a.kv_width();
         keys[behind.clone()].fill(0.0);
         values[behind].fill(0.0);
         Some(vec![

@@ -31,7 +31,8 @@ const STEPS: [&[(usize, usize, Want)]; 7] = [
     &[(0, 1, Want::Last)],
     &[(130, 1, Want::Last)],
     &[(62, 3, Want::All), (5, 1, Want::Nothing)],
-    &[(1, 70, Want::Last)],
+    // Of the real model in two parts, of two pages each.
+    &[(90, 100, Want::Last)],
     &[(130, 20, Want::Nothing), (0, 11, Want::All), (7, 1, Want::Last)],
     &[(9, 1, Want::Last)],
     &[(3, 1, Want::Last)],
