@@ -1,13 +1,36 @@
-// Tiles of pairs, as in `experts.metal`, with the tensor operations of Metal 4: `gate_up_tensor`, `down_tensor`. Inputs and weights
-// are rounded to half, sums are f32. `middle` is in the order of the sorted pairs, so that the rows of a tile are beside each other.
+// Tiles of pairs, as in `experts.metal`, with the tensor operations of Metal 4: `gather_pairs`, `gate_up_tensor`, `down_tensor`. Inputs
+// and weights are rounded to half, sums are f32. Inputs and `middle` are in the order of the sorted pairs, so that the rows of a tile
+// are beside each other and the operations read them straight from memory.
 
 /// Outputs of a tile of `gate_up_tensor`: as many of gate as of up.
 constant constexpr uint TENSOR_PAIR_OUTS = TENSOR_OUTS / 2;
 
+/// Inputs of the sorted pairs, a SIMD-group each.
+[[max_total_threads_per_threadgroup(128)]]
+kernel void gather_pairs(
+    const device half* h [[buffer(0)]],
+    const device uint* order [[buffer(1)]],
+    const device uint* rows [[buffer(2)]],
+    device half* sorted [[buffer(3)]],
+    uint group [[threadgroup_position_in_grid]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]
+) {
+    const ulong place = group * 4 + simdgroup;
+    if (place >= rows[0] * SLOTS) {
+        return;
+    }
+    const device uint4* from = (const device uint4*)(h + ulong(order[place] / SLOTS) * HIDDEN);
+    device uint4* to = (device uint4*)(sorted + place * HIDDEN);
+    for (uint i = lane; i < HIDDEN / TENSOR_RUN; i += LANES) {
+        to[i] = from[i];
+    }
+}
+
 /// Gate and up of a tile, TENSOR_PAIR_OUTS of each: `middle = weight * silu(gate h) * (up h)`, rounded to half.
 [[max_total_threads_per_threadgroup(128)]]
 kernel void gate_up_tensor(
-    const device half* h [[buffer(0)]],
+    const device half* sorted [[buffer(0)]],
     const device float* shares [[buffer(1)]],
     const device uint* order [[buffer(2)]],
     const device Tile* tiles [[buffer(3)]],
@@ -45,31 +68,19 @@ kernel void gate_up_tensor(
     const ulong row = (shared ? 0 : ulong(expert) * EXPERT_WIDTH) + first_out;
     gate = from_row(gate, row, HIDDEN);
     up = from_row(up, row, HIDDEN);
-    // A thread brings 8 inputs of rows `thread_index / TENSOR_RUNS + TENSOR_STEP * b`.
-    const uint mine = thread_index % TENSOR_RUNS * TENSOR_RUN;
-    uint sources[PAIR_ROWS / TENSOR_STEP];
-    for (uint b = 0; b < PAIR_ROWS / TENSOR_STEP; ++b) {
-        const uint r = thread_index / TENSOR_RUNS + TENSOR_STEP * b;
-        // A row that isn't there is read as the first one, and its sums not used.
-        sources[b] = pairs[r < count ? r : 0] / SLOTS;
-    }
-    threadgroup half* weights_at = tile + PAIR_ROWS * TENSOR_COLS;
-    HalfTile inputs = half_tile(tile, PAIR_ROWS);
-    HalfTile weights = half_tile(weights_at, TENSOR_OUTS);
+    const device half* from = sorted + ulong(tiles[group.y].first) * HIDDEN;
+    HalfTile weights = half_tile(tile, TENSOR_OUTS);
     TensorProduct<int(PAIR_ROWS)> product;
-    auto sums = product.get_destination_cooperative_tensor<HalfTile, HalfTile, float>();
+    auto sums = product.get_destination_cooperative_tensor<HalfRows, HalfTile, float>();
     clear_sums(sums);
     for (uint col = 0; col < HIDDEN; col += TENSOR_COLS) {
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        for (uint b = 0; b < PAIR_ROWS / TENSOR_STEP; ++b) {
-            const uint4 run = *(const device uint4*)(h + ulong(sources[b]) * HIDDEN + col + mine);
-            *(threadgroup uint4*)(tile + (thread_index / TENSOR_RUNS + TENSOR_STEP * b) * TENSOR_COLS + mine) = run;
-        }
-        bring_weights<TENSOR_PAIR_OUTS>(weights_at, gate, TENSOR_PAIR_OUTS, HIDDEN, col, thread_index);
+        bring_weights<TENSOR_PAIR_OUTS>(tile, gate, TENSOR_PAIR_OUTS, HIDDEN, col, thread_index);
         bring_weights<TENSOR_PAIR_OUTS>(
-            weights_at + TENSOR_PAIR_OUTS * TENSOR_COLS, up, TENSOR_PAIR_OUTS, HIDDEN, col, thread_index
+            tile + TENSOR_PAIR_OUTS * TENSOR_COLS, up, TENSOR_PAIR_OUTS, HIDDEN, col, thread_index
         );
         threadgroup_barrier(mem_flags::mem_threadgroup);
+        HalfRows inputs = half_rows(from + col, PAIR_ROWS, HIDDEN);
         product.run(inputs, weights, sums);
     }
     // A gate and its up may be different threads', so they meet in threadgroup memory.

@@ -52,10 +52,9 @@ fn tile_memory(rows: usize) -> Vec<usize> {
     vec![((rows + TILE_OUTS) * TILE_STRIDE).max(rows * TILE_OUTS) * F32]
 }
 
-/// The same of tensor operations: weights, and inputs of `rows` rows that are gathered. There is room for the tile's sums.
-fn tensor_memory(rows: usize) -> Vec<usize> {
-    vec![((rows + TENSOR_OUTS) * TENSOR_COLS * F16).max(rows * TENSOR_OUTS * F32)]
-}
+/// The same of tensor operations: weights alone, or afterwards the sums of `PAIR_ROWS` rows.
+const TENSOR_MEMORY: usize = TENSOR_OUTS * TENSOR_COLS * F16;
+const _: () = assert!(TENSOR_MEMORY >= PAIR_ROWS * TENSOR_OUTS * F32);
 
 /// How the rows of a norm are wanted.
 #[derive(Clone, Copy, PartialEq)]
@@ -179,8 +178,8 @@ impl Builder<'_> {
             (true, ..) => ("matmul_router", tiles(SMALL_TILE_ROWS)),
             (_, ..=SMALL, false) => ("matmul_16", tiles(SMALL_TILE_ROWS)),
             (_, _, false) => ("matmul", tiles(TILE_ROWS)),
-            (_, ..=SMALL, true) => ("matmul_tensor_32", (SMALL_TENSOR_ROWS, tensor_memory(0))),
-            (_, _, true) => ("matmul_tensor", (TENSOR_ROWS, tensor_memory(0))),
+            (_, ..=SMALL, true) => ("matmul_tensor_32", (SMALL_TENSOR_ROWS, vec![TENSOR_MEMORY])),
+            (_, _, true) => ("matmul_tensor", (TENSOR_ROWS, vec![TENSOR_MEMORY])),
         };
         let access = if p.add { Access::ReadWrite } else { Access::Write };
         let bindings = match tensors {
@@ -489,9 +488,19 @@ impl Builder<'_> {
         let (hidden, m) = (self.config.hidden_size, &self.config.moe);
         let (slots, width) = (m.experts_per_token + 1, m.expert_width.max(m.shared_width));
         let name = |module: &str| format!("layers.{layer}.mlp.{module}");
-        let (most, tensor) = (self.most_tiles(rows.len()), self.features.tensor);
+        let (most, tensor, pairs) = (self.most_tiles(rows.len()), self.features.tensor, slots * rows.len());
+        if tensor {
+            let bindings = self
+                .bind()
+                .halves("h_half", hidden, rows, Access::Read)
+                .scratch("order", slots, rows, Access::Read)
+                .numbers(&[rows.len()])
+                .halves("sorted_half", hidden, &(0..pairs), Access::Write)
+                .list;
+            self.launch("gather_pairs", [pairs.div_ceil(4), 1, 1], 4 * LANES, Vec::new(), bindings);
+        }
         let bindings = match tensor {
-            true => self.bind().halves("h_half", hidden, rows, Access::Read),
+            true => self.bind().halves("sorted_half", hidden, &(0..pairs), Access::Read),
             false => self.bind().scratch("h", hidden, rows, Access::Read),
         };
         let bindings = bindings
@@ -502,17 +511,17 @@ impl Builder<'_> {
             .experts(&name("switch_mlp.up_proj"), rows.len(), most * PAIR_ROWS)
             .matrix(&name("shared_expert.gate_proj"), 0)
             .matrix(&name("shared_expert.up_proj"), 0);
-        let list = bindings.middle(slots * rows.len(), width, Access::Write).list;
+        let list = bindings.middle(pairs, width, Access::Write).list;
         // Half of the weights in hand are of gate, half of up.
         let (kernel, outs, memory) = match tensor {
-            true => ("gate_up_tensor", TENSOR_OUTS / 2, tensor_memory(PAIR_ROWS)),
+            true => ("gate_up_tensor", TENSOR_OUTS / 2, vec![TENSOR_MEMORY]),
             false => ("gate_up_rows", TILE_OUTS / 2, tile_memory(PAIR_ROWS)),
         };
         self.launch(kernel, [width.div_ceil(outs), most, 1], TILE_THREADS, memory, list);
 
         let bindings = self
             .bind()
-            .middle(slots * rows.len(), width, Access::Read)
+            .middle(pairs, width, Access::Read)
             .scratch("order", slots, rows, Access::Read)
             .scratch("tiles", TILE_WORDS, &(0..most), Access::Read)
             .experts(&name("switch_mlp.down_proj"), rows.len(), most * PAIR_ROWS)
@@ -520,7 +529,7 @@ impl Builder<'_> {
             .scratch("spread", hidden * slots, rows, Access::Write)
             .list;
         let (kernel, outs, memory) = match tensor {
-            true => ("down_tensor", TENSOR_OUTS, tensor_memory(0)),
+            true => ("down_tensor", TENSOR_OUTS, vec![TENSOR_MEMORY]),
             false => ("down_rows", TILE_OUTS, tile_memory(PAIR_ROWS)),
         };
         self.launch(kernel, [hidden.div_ceil(outs), most, 1], TILE_THREADS, memory, bindings);

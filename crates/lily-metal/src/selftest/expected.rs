@@ -192,6 +192,7 @@ impl Launched<'_> {
             | "matmul_tensor_32" => self.matmul(rounds)?,
             "route" => self.route()?,
             "sort_pairs" => self.sort_pairs()?,
+            "gather_pairs" => self.gather_pairs()?,
             "gate_up_rows" | "gate_up_tensor" => self.gate_up_rows(rounds)?,
             "down_rows" | "down_tensor" => self.down_rows(rounds)?,
             "sum_slots" => self.sum_slots(),

@@ -122,16 +122,24 @@ impl Launched<'_> {
         (out.len() == order.len() && out.iter().all(|&(pair, _)| pair < order.len())).then_some(out)
     }
 
+    /// The inputs of the pairs in their order.
+    pub(super) fn gather_pairs(&self) -> Option<Expected> {
+        let slots = self.config.moe.experts_per_token + 1;
+        let h: Vec<&[f32]> = self.rows("h_half", self.config.hidden_size).collect();
+        let rows = self.scratch("order").iter().map(|pair| h.get(pair.to_bits() as usize / slots).copied());
+        Some(vec![halves("sorted_half", rows.collect::<Option<Vec<_>>>()?.concat())])
+    }
+
     pub(super) fn gate_up_rows(&self, rounds: bool) -> Option<Expected> {
         let (width, slots) = (self.middle_width(), self.config.moe.experts_per_token + 1);
-        let (h, name) = if rounds { ("h_half", "middle_half") } else { ("h", "middle") };
+        let (h, name) = if rounds { ("sorted_half", "middle_half") } else { ("h", "middle") };
         let mut middle = self.scratch(name).to_vec();
         let h: Vec<&[f32]> = self.rows(h, self.config.hidden_size).collect();
         for (place, (pair, expert)) in self.pairs()?.into_iter().enumerate() {
             // With tensor operations in the order of the tiles.
-            let at = if rounds { place } else { pair } * width;
-            let to = &mut middle[at..at + width];
-            swiglu(self.expert(expert)?, h[pair / slots], self.scratch("shares")[pair], rounds, to);
+            let (row, at) = if rounds { (place, place) } else { (pair / slots, pair) };
+            let to = &mut middle[at * width..(at + 1) * width];
+            swiglu(self.expert(expert)?, h[row], self.scratch("shares")[pair], rounds, to);
         }
         Some(vec![if rounds { halves(name, middle) } else { scratch(name, middle) }])
     }
