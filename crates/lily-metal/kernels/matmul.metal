@@ -1,4 +1,4 @@
-// Many rows times one matrix: `norm_rows`, `matmul`, `matmul_16`, `matmul_router`, `matmul_few`.
+// Many rows times one matrix: `norm_rows`, `matmul`, `matmul_16`, `matmul_router`, `matmul_router_32`, `matmul_few`.
 //
 // A tile is 64 outputs of 16 * BLOCKS rows. Its four SIMD-groups have a quarter of it each, as 8x8 matrices; inputs and
 // dequantised weights come through threadgroup memory, TILE_COLS inputs at a time. All of it is f32, as in the kernels of one
@@ -212,6 +212,25 @@ kernel void matmul_router(
 ) {
     const Matrix m = {codes, scales, biases};
     product_tile<1, ROUTER_BITS>(x, m, product, y, tile, group, thread_index, simdgroup);
+}
+
+/// A product with a router's matrix, 32 rows a tile: the fewer of its weights a product has to itself, the
+/// more of the time goes to threadgroup memory.
+[[max_total_threads_per_threadgroup(128)]]
+kernel void matmul_router_32(
+    const device float* x [[buffer(0)]],
+    const device uchar* codes [[buffer(1)]],
+    const device bfloat* scales [[buffer(2)]],
+    const device bfloat* biases [[buffer(3)]],
+    const device Product* product [[buffer(4)]],
+    device float* y [[buffer(5)]],
+    threadgroup float* tile [[threadgroup(0)]],
+    uint2 group [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]]
+) {
+    const Matrix m = {codes, scales, biases};
+    product_tile<2, ROUTER_BITS>(x, m, product, y, tile, group, thread_index, simdgroup);
 }
 
 /// Values of FEW_INPUTS inputs from `at` on.

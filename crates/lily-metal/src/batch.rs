@@ -17,6 +17,8 @@ const TILE_OUTS: usize = 64;
 const TILE_ROWS: usize = 64;
 /// Rows of a tile of `matmul_16` and `matmul_router`.
 const SMALL_TILE_ROWS: usize = 16;
+/// Rows of a tile of `matmul_router_32`.
+const ROUTER_TILE_ROWS: usize = 32;
 /// Up to so many rows, small tiles multiply less in all.
 const SMALL: usize = 32;
 /// Numbers of a row of inputs or weights in threadgroup memory: `TILE_STRIDE` of `matmul.metal`.
@@ -175,7 +177,8 @@ impl Builder<'_> {
         let tensors = self.with_tensors(p.rows) && !is_router(p.matrix);
         let (kernel, (tile, memory)) = match (is_router(p.matrix), p.rows, tensors) {
             (_, ..=FEW, _) => ("matmul_few", (p.rows, Vec::new())),
-            (true, ..) => ("matmul_router", tiles(SMALL_TILE_ROWS)),
+            (true, ..=SMALL, _) => ("matmul_router", tiles(SMALL_TILE_ROWS)),
+            (true, ..) => ("matmul_router_32", tiles(ROUTER_TILE_ROWS)),
             (_, ..=SMALL, false) => ("matmul_16", tiles(SMALL_TILE_ROWS)),
             (_, _, false) => ("matmul", tiles(TILE_ROWS)),
             (_, ..=SMALL, true) => ("matmul_tensor_32", (SMALL_TENSOR_ROWS, vec![TENSOR_MEMORY])),

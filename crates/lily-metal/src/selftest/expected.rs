@@ -188,8 +188,8 @@ impl Launched<'_> {
                 let h = self.normed_rows()?;
                 vec![scratch("h", h.clone()), halves("h_half", h)]
             }
-            "matmul" | "matmul_16" | "matmul_router" | "matmul_few" | "matmul_tensor"
-            | "matmul_tensor_32" => self.matmul(rounds)?,
+            "matmul" | "matmul_16" | "matmul_router" | "matmul_router_32" | "matmul_few"
+            | "matmul_tensor" | "matmul_tensor_32" => self.matmul(rounds)?,
             "route" => self.route()?,
             "sort_pairs" => self.sort_pairs()?,
             "gather_pairs" => self.gather_pairs()?,
