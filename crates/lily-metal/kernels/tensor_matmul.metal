@@ -1,6 +1,6 @@
 // Many rows times one matrix, with the tensor operations of Metal 4: `matmul_tensor`, `matmul_tensor_32`. They do what `matmul` and
 // `matmul_16` do, but inputs and weights are rounded to half; sums are f32. What makes their inputs rounds them: `norm_rows_half`,
-// `norm_rows_both`, `norm_heads_half`, `combine_half`.
+// `norm_rows_both`, `norm_heads_half`, `gate_heads_half`, `combine_half`.
 //
 // A tile is TENSOR_OUTS outputs of 32 or 64 rows, which the four SIMD-groups multiply together, a group of 64 inputs at a time. Inputs
 // come straight from memory; behind the last row there is room for a tile, and what is read there meets no output that is stored.
@@ -268,6 +268,23 @@ kernel void norm_heads_half(
     if (i < VALUE_WIDTH) {
         const ulong at = ulong(group.y) * VALUE_WIDTH + i;
         halves[at] = half(gated[at] * head_factor(squares, group.y * VALUE_HEADS + i / VALUE_DIM));
+    }
+}
+
+/// As `gate_heads`, rounded to half.
+[[max_total_threads_per_threadgroup(256)]]
+kernel void gate_heads_half(
+    const device float* squares [[buffer(0)]],
+    const device float* z [[buffer(1)]],
+    const device float* gains [[buffer(2)]],
+    const device float* gated [[buffer(3)]],
+    device half* halves [[buffer(4)]],
+    uint2 group [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]]
+) {
+    const uint i = group.x * 256 + thread_index;
+    if (i < VALUE_WIDTH) {
+        halves[ulong(group.y) * VALUE_WIDTH + i] = half(gated_value(squares, z, gains, gated, group.y, i));
     }
 }
 

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use crate::builder::{Bindings, Builder, F16, F32, POSITIONS, TENSOR_ROWS};
 use crate::launches::{HEAD_SIMDGROUPS, MIXER_SIMDGROUPS, PRODUCT_ROWS};
-use crate::plan::{Access, Contents, Features, KvType, LANES, PAGE, PARTS, State, Want, is_router};
+use crate::plan::{Access, Contents, Features, KvType, LANES, PAGE, PARTS, Segment, State, Want, is_router};
 
 /// Rows that `matmul_few` takes at most: `FEW` of `matmul.metal`. Of more tokens the experts are grouped.
 const FEW: usize = 8;
@@ -66,6 +66,11 @@ enum Form {
     /// Rounded to half, for tensor operations.
     Half,
     Both,
+}
+
+/// Whether the delta rule goes over a segment's tokens chunk by chunk.
+fn is_chunked(segment: &Segment) -> bool {
+    segment.tokens >= CHUNKS_FROM
 }
 
 /// The scratch buffer of an input of products that is rounded to half.
@@ -232,15 +237,18 @@ impl Builder<'_> {
         let name = |module: &str| format!("layers.{layer}.linear_attn.{module}");
         let rows = self.all_rows();
         self.norm_input(layer);
-        self.project(
-            rows.len(),
-            &[
-                ("qkv", name("in_proj_qkv"), channels),
-                ("z", name("in_proj_z"), value_width),
-                ("b", name("in_proj_b"), g.value_heads),
-                ("a", name("in_proj_a"), g.value_heads),
-            ],
-        );
+        let z = ("z", name("in_proj_z"), value_width);
+        let mut products = vec![
+            ("qkv", name("in_proj_qkv"), channels),
+            ("b", name("in_proj_b"), g.value_heads),
+            ("a", name("in_proj_a"), g.value_heads),
+        ];
+        // Chunks need z behind their delta rule only, which leaves most of the units idle.
+        let late = (0..self.segments.len()).all(|segment| self.in_chunks(segment));
+        if !late {
+            products.push(z.clone());
+        }
+        self.project(rows.len(), &products);
         for segment in 0..self.segments.len() {
             if self.in_chunks(segment) {
                 self.prepare_chunks(segment, layer);
@@ -249,29 +257,54 @@ impl Builder<'_> {
                 self.delta(segment, layer);
             }
         }
+        if late && out {
+            self.project(rows.len(), &[z]);
+            self.delay_last();
+        }
         for segment in 0..self.segments.len() {
             self.keep_inputs(segment, layer);
         }
         if !out {
             return;
         }
-        let bindings = self.bind().scratch("squares", value_width / LANES, &rows, Access::Read);
-        let (kernel, bindings) = match bindings.builder.with_tensors(rows.len()) {
-            true => {
-                let bindings = bindings.scratch("gated", value_width, &rows, Access::Read);
-                ("norm_heads_half", bindings.halves("gated_half", value_width, &rows, Access::Write))
-            }
-            false => ("norm_heads", bindings.scratch("gated", value_width, &rows, Access::ReadWrite)),
-        };
-        let list = bindings.list;
-        let grid = [value_width.div_ceil(256), rows.len(), 1];
-        self.launch(kernel, grid, 256, Vec::new(), list);
+        self.norm_heads(layer);
         self.add_product("gated", value_width, &name("out_proj"));
+    }
+
+    /// The norms of all heads behind the delta rule; of chunks gain and gate too. Segments beside each other that are alike are one launch.
+    fn norm_heads(&mut self, layer: usize) {
+        let value_width = self.config.gdn.value_width();
+        let half = self.with_tensors(self.all_rows().len());
+        let (segments, mut first) = (self.segments, 0);
+        for alike in segments.chunk_by(|a, b| is_chunked(a) == is_chunked(b)) {
+            let chunks = is_chunked(&alike[0]);
+            let rows = first..first + alike.iter().map(|s| s.tokens).sum::<usize>();
+            first = rows.end;
+            let mut bindings = self.bind().scratch("squares", value_width / LANES, &rows, Access::Read);
+            if chunks {
+                bindings = bindings
+                    .scratch("z", value_width, &rows, Access::Read)
+                    .vector(&format!("layers.{layer}.linear_attn.norm"));
+            }
+            let gated = if half { Access::Read } else { Access::ReadWrite };
+            bindings = bindings.scratch("gated", value_width, &rows, gated);
+            if half {
+                bindings = bindings.halves("gated_half", value_width, &rows, Access::Write);
+            }
+            let list = bindings.list;
+            let kernel = match (chunks, half) {
+                (true, true) => "gate_heads_half",
+                (true, false) => "gate_heads",
+                (false, true) => "norm_heads_half",
+                (false, false) => "norm_heads",
+            };
+            self.launch(kernel, [value_width.div_ceil(256), rows.len(), 1], 256, Vec::new(), list);
+        }
     }
 
     /// Whether the delta rule goes over a segment's tokens chunk by chunk.
     fn in_chunks(&self, segment: usize) -> bool {
-        self.segments[segment].tokens >= CHUNKS_FROM
+        is_chunked(&self.segments[segment])
     }
 
     /// A segment's chunks among those of the step.
@@ -315,8 +348,6 @@ impl Builder<'_> {
             .bind()
             .scratch("qkv", channels, &rows, Access::Read)
             .vector(&name("conv1d"))
-            .scratch("z", value_width, &rows, Access::Read)
-            .vector(&name("norm"))
             .position(segment, Access::Read)
             .numbers(&[rows.len()])
             .state(segment, layer, State::Conv, channels * taps, Access::Read, value_width * (taps - 1))

@@ -135,6 +135,20 @@ impl<'a> Builder<'a> {
     }
 }
 
+impl Builder<'_> {
+    /// Lets the last launch wait as long as the one before it does: it is ready sooner, but would only take time from what others
+    /// wait for.
+    pub fn delay_last(&mut self) {
+        let [.., before, last] = &mut self.plan.launches[..] else { return };
+        last.stage = last.stage.max(before.stage);
+        for b in &last.bindings {
+            if let Some(touched) = self.touched[b.buffer].last_mut() {
+                touched.stage = last.stage;
+            }
+        }
+    }
+}
+
 /// Bytes of a buffer that a launch touches; it is bound to their beginning. None go to or come from memory.
 fn touched(buffer: usize, access: Access, bytes: Range<usize>) -> Binding {
     Binding {

@@ -65,14 +65,15 @@ impl Launched<'_> {
         [alpha, sigmoid(self.scratch("b")[at])]
     }
 
-    /// The delta rule, token by token: `delta_chunks` is held to it too, and needs what `prepare_chunks` was bound to.
-    pub(super) fn delta(&self) -> Option<Expected> {
+    /// The delta rule, token by token: `delta_chunks` is held to it too, without gain and gate, and needs what `prepare_chunks` was
+    /// bound to.
+    pub(super) fn delta(&self, gate: bool) -> Option<Expected> {
         let (w, g) = (self.gdn()?, &self.config.gdn);
         let (dk, dv, heads) = (g.key_dim, g.value_dim, g.value_heads);
         let key_width = g.key_heads * dk;
         let mut state = self.state(State::Recurrent).to_vec();
         let (mut gated, mut squares) = (Vec::new(), Vec::new());
-        for (row, z) in self.rows("z", g.value_width()).enumerate() {
+        for row in 0..self.scratch("qkv").len() / g.conv_channels() {
             let u = self.convolved(w, row);
             for head in 0..heads {
                 let [q, k] = self.query_and_key(&u, head / (heads / g.key_heads));
@@ -88,8 +89,12 @@ impl Launched<'_> {
                         *o += s[i * dv + column] * q[i];
                     }
                 }
-                let z = &z[head * dv..][..dv];
-                gated.extend(o.iter().zip(&w.norm).zip(z).map(|((o, g), z)| o * g * silu(*z)));
+                if gate {
+                    let z = &self.scratch("z")[row * g.value_width() + head * dv..][..dv];
+                    gated.extend(o.iter().zip(&w.norm).zip(z).map(|((o, g), z)| o * g * silu(*z)));
+                } else {
+                    gated.extend(&o);
+                }
                 squares.extend(o.chunks_exact(32).map(|o| o.iter().map(|o| o * o).sum::<f32>()));
             }
         }
@@ -102,6 +107,13 @@ impl Launched<'_> {
             scratch("gated", gated),
             scratch("squares", squares),
         ])
+    }
+
+    /// With gain and gate, normed.
+    pub(super) fn gated_heads(&self) -> Option<Vec<f32>> {
+        let gains = self.gdn()?.norm.iter().cycle();
+        let gates = gains.zip(self.scratch("z")).map(|(gain, z)| gain * silu(*z));
+        Some(self.normed_heads().into_iter().zip(gates).map(|(o, gate)| o * gate).collect())
     }
 
     pub(super) fn normed_heads(&self) -> Vec<f32> {
