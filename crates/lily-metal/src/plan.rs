@@ -529,4 +529,6 @@ fn check_form(config: &Config, bits: Bits, module: &Module) -> Result<(), PlanEr
 }
 
 #[cfg(test)]
+mod count;
+#[cfg(test)]
 mod tests;
