@@ -83,14 +83,14 @@ append(const Segment* segments, const Row* rows, const float* projected, const f
 
 // --- split-K flash attention ---
 //
-// A block has a row's queries of one K/V head and a run of its pages. The heads' queries are the rows of A, hi in rows 0..7
-// and lo in rows 8..15; a warp has 16 keys of each page. Softmax weights are split into hi and lo too.
+// A block has a row's queries of one K/V head and some of its pages. The heads' queries are the rows of A, hi in rows 0..7 and lo in
+// rows 8..15; a warp has 16 keys of each page, which it brings itself. Softmax weights are split into hi and lo too.
 
 #define FLASH_WARPS 4
 #define FLASH_THREADS 128
-#define CHUNKS (HEAD_DIM / 8)  // of 16 bytes in a row
-#define PAGE_BYTES (PAGE_VALUES * 2)
-#define FLASH_STAGES 2
+#define FLASH_KEYS (PAGE / FLASH_WARPS)  // of a warp
+#define CHUNKS (HEAD_DIM / 8)            // of 16 bytes in a row
+#define PART (HEAD_DIM / 2)              // values of a head that warps' sums are joined of at a time
 
 __device__ __forceinline__ void load_matrices(u32 (&r)[4], const u8* p) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -109,6 +109,14 @@ struct Softmax {
     float max, sum;
 };
 
+// A block's shared memory; `flash_shared` in src/forward.rs has its size.
+struct __align__(128) Flash {
+    u8 queries[16 * HEAD_DIM * 2];
+    u8 tiles[2][FLASH_WARPS][FLASH_KEYS * HEAD_DIM * 2];  // K, V
+    float parts[FLASH_WARPS][8][PART + 8];  // so that heads are in different banks
+    Softmax softmaxes[FLASH_WARPS][8];
+};
+
 // Pages of a row that split `split` of `splits` has.
 __device__ __forceinline__ void page_range(u32 position, u32 split, u32 splits, u32& begin, u32& end) {
     const u32 pages = position / PAGE + 1, per = (pages + splits - 1) / splits;
@@ -122,188 +130,245 @@ __device__ __forceinline__ u32 used_splits(u32 position, u32 splits) {
     return (pages + per - 1) / per;
 }
 
-// One split of a row; returns whether it has a page. partial: [rows, HEADS, splits, HEAD_DIM], not yet divided by the sums in
-// `stats`, [rows, HEADS, splits].
-__device__ __forceinline__ bool flash_split(const Row& row, u32 slot, u32 split, u32 splits, const float* queries, const Cache& cache,
-                                            float* partial, Softmax* stats) {
-    extern __shared__ __align__(128) u8 shared[];
-    u8* q_tile = shared;                                   // 16 x HEAD_DIM
-    u8* stages = shared + 16 * HEAD_DIM * 2;               // FLASH_STAGES x (K, V)
-    const u32 tid = threadIdx.x, warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
-    const u32 kv_head = blockIdx.y;
-    u32 begin, end;
-    page_range(row.position, split, splits, begin, end);
-    if (begin >= end) return false;
-    auto fetch = [&](u32 page) {
-        if (page < end) {
-            u8* to = stages + page % FLASH_STAGES * (2 * PAGE_BYTES);
-            for (u32 value = 0; value < 2; value++) {
-                const u16* from = page_of(cache, slot, page * PAGE, value, kv_head);
-                // Warps have 16 keys each; those without a real one do nothing.
-                const u32 keys = min((u32)PAGE, (row.position - page * PAGE) / 16 * 16 + 16);
-#pragma unroll 4
-                for (u32 i = tid; i < keys * CHUNKS; i += FLASH_THREADS) {
-                    const u32 key = i / CHUNKS, c = i % CHUNKS;
-                    // What lies behind the sequence's end may be anything: zeros stand in for it.
-                    copy16(to + value * PAGE_BYTES + key * (HEAD_DIM * 2) + c * 16, from + key * HEAD_DIM + c * 8, page * PAGE + key <= row.position);
-                }
+// Pages of a row in the order in which a block takes them: those of every gridDim.x-th split.
+struct Pages {
+    u32 position, splits, split, page, end;
+    __device__ __forceinline__ Pages(u32 position, u32 splits) : position(position), splits(splits), split(blockIdx.x) {
+        page_range(position, split, splits, page, end);
+    }
+    __device__ __forceinline__ bool any() const { return page < end; }
+    __device__ __forceinline__ bool last() const { return page + 1 == end; }  // of its split
+    __device__ __forceinline__ void next() {
+        if (++page < end) return;
+        split += gridDim.x;
+        page_range(position, split, splits, page, end);
+    }
+};
+
+// A warp's sums over its keys.
+struct Attention {
+    float o[HEAD_DIM / 8][4], top, sum;
+    __device__ __forceinline__ void reset() {
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 8; i++) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0;
+        top = -INFINITY;
+        sum = 0;
+    }
+    // Scores of this lane's keys, 2 t, 2 t + 1 and the same behind eight; -INFINITY for those behind `position`.
+    static __device__ __forceinline__ void scores(const u8* queries, const u8* keys, u32 first, u32 position, u32 lane, float (&s)[4]) {
+        float c[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
+#pragma unroll
+        for (int ks = 0; ks < HEAD_DIM / 16; ks++) {
+            u32 a[4], b[4];
+            load_matrices(a, chunk(queries, lane % 16, ks * 2 + lane / 16));
+            load_matrices(b, chunk(keys, lane / 16 * 8 + lane % 8, ks * 2 + lane / 8 % 2));
+            mma(c[0], a[0], a[1], a[2], a[3], b[0], b[1]);
+            mma(c[1], a[0], a[1], a[2], a[3], b[2], b[3]);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            s[i] = c[i / 2][i % 2] + c[i / 2][i % 2 + 2];
+            if (first + i / 2 * 8 + lane % 4 * 2 + i % 2 > position) s[i] = -INFINITY;
+        }
+    }
+    // Scores become weights, and what is there counts as much less as the largest has grown.
+    __device__ __forceinline__ void weigh(float (&s)[4]) {
+        float high = fmaxf(fmaxf(s[0], s[1]), fmaxf(s[2], s[3]));
+        high = fmaxf(high, __shfl_xor_sync(FULL, high, 1));
+        high = fmaxf(high, __shfl_xor_sync(FULL, high, 2));
+        const float before = top;
+        top = fmaxf(top, high);
+        // A head without a finite score stays at -inf; its sums become NaN, as they must.
+        const float shrink = before == top ? 1.0f : __expf(before - top);
+        if (__any_sync(FULL, shrink != 1.0f)) {
+            sum *= shrink;
+#pragma unroll
+            for (int i = 0; i < HEAD_DIM / 8; i++) {
+                o[i][0] *= shrink; o[i][1] *= shrink; o[i][2] *= shrink; o[i][3] *= shrink;
             }
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            s[i] = __expf(s[i] - top);
+            sum += s[i];
+        }
+    }
+    __device__ __forceinline__ void add(const u8* values, const float (&p)[4], u32 lane) {
+        const u32 h0 = pack_bf16(p[0], p[1]), h1 = pack_bf16(p[2], p[3]);
+        const u32 l0 = pack_bf16(p[0] - bf16_low(h0), p[1] - bf16_high(h0)), l1 = pack_bf16(p[2] - bf16_low(h1), p[3] - bf16_high(h1));
+#pragma unroll
+        for (int d = 0; d < HEAD_DIM / 16; d++) {
+            u32 b[4];
+            load_matrices_transposed(b, chunk(values, lane % 16, d * 2 + lane / 16));
+            mma(o[2 * d], h0, l0, h1, l1, b[0], b[1]);
+            mma(o[2 * d + 1], h0, l0, h1, l1, b[2], b[3]);
+        }
+    }
+};
+
+// A row's queries, hi and lo, by all threads.
+__device__ __forceinline__ void put_queries(const float* q, u8* to) {
+    constexpr int STEPS = (8 * HEAD_DIM / 4 + FLASH_THREADS - 1) / FLASH_THREADS;
+    float4 v[STEPS];
+#pragma unroll
+    for (int j = 0; j < STEPS; j++) {
+        const u32 i = threadIdx.x + j * FLASH_THREADS;
+        v[j] = i / (HEAD_DIM / 4) < RATIO ? __ldcg((const float4*)q + i) : make_float4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int j = 0; j < STEPS; j++) {
+        const u32 i = threadIdx.x + j * FLASH_THREADS, head = i / (HEAD_DIM / 4), d = i % (HEAD_DIM / 4) * 4;
+        if (head >= 8) continue;
+        const u32 h0 = pack_bf16(v[j].x, v[j].y), h1 = pack_bf16(v[j].z, v[j].w);
+        *(uint2*)(chunk(to, head, d / 8) + d % 8 * 2) = make_uint2(h0, h1);
+        *(uint2*)(chunk(to, head + 8, d / 8) + d % 8 * 2) =
+            make_uint2(pack_bf16(v[j].x - bf16_low(h0), v[j].y - bf16_high(h0)), pack_bf16(v[j].z - bf16_low(h1), v[j].w - bf16_high(h1)));
+    }
+}
+
+// The warps' sums of a split become one, half of each head at a time. to: of the first head, `splits` rows of HEAD_DIM apart.
+__device__ __forceinline__ void put_split(Attention& mine, Flash& f, u32 splits, float* to, Softmax* stats) {
+    const u32 tid = threadIdx.x, warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
+    mine.sum += __shfl_xor_sync(FULL, mine.sum, 1);
+    mine.sum += __shfl_xor_sync(FULL, mine.sum, 2);
+    if (t == 0) f.softmaxes[warp][g] = Softmax{mine.top, mine.sum};
+    float scale;  // what the sums of warp `t` of head `g` count
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+#pragma unroll
+        for (int i = 0; i < PART / 8; i++) {
+            const float(&o)[4] = mine.o[half * (PART / 8) + i];
+            *(float2*)(f.parts[warp][g] + i * 8 + t * 2) = make_float2(o[0] + o[2], o[1] + o[3]);
+        }
+        __syncthreads();
+        if (half == 0) {
+            const Softmax s = f.softmaxes[t][g];
+            float high = fmaxf(s.max, __shfl_xor_sync(FULL, s.max, 1)), total = 0;
+            high = fmaxf(high, __shfl_xor_sync(FULL, high, 2));
+            scale = s.sum == 0.0f ? 0.0f : __expf(s.max - high);  // 0: a warp without keys
+#pragma unroll
+            for (int w = 0; w < FLASH_WARPS; w++)
+                total = fmaf(__shfl_sync(FULL, s.sum, w, 4), __shfl_sync(FULL, scale, w, 4), total);
+            if (warp == 0 && t == 0 && g < RATIO) stats[g * splits] = Softmax{high, total};
+        }
+#pragma unroll
+        for (u32 i = tid; i < 8 * PART; i += FLASH_THREADS) {
+            const u32 head = i / PART, d = i % PART;
+            float value = 0;
+#pragma unroll
+            for (int w = 0; w < FLASH_WARPS; w++) value = fmaf(f.parts[w][head][d], __shfl_sync(FULL, scale, head * 4 + w), value);
+            if (head < RATIO) to[(u64)head * splits * HEAD_DIM + half * PART + d] = value;
+        }
+        __syncthreads();  // shared memory is used again
+    }
+}
+
+// partial: [rows, HEADS, splits, HEAD_DIM], not yet divided by the sums in `stats`, [rows, HEADS, splits].
+// Grid: (any, KV_HEADS, rows): blocks of x stride over the splits.
+extern "C" __global__ void __launch_bounds__(FLASH_THREADS, 2)
+flash(const Segment* segments, const Row* rows, const float* queries, Cache cache, u32 splits, float* partial, Softmax* stats) {
+    extern __shared__ __align__(128) u8 shared[];
+    Flash& f = *(Flash*)(u8*)shared;
+    launch_dependents();
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, kv_head = blockIdx.y;
+    const Row row = rows[blockIdx.z];
+    const Segment segment = segments[row.segment];
+    const u32* table = cache.pages + (u64)segment.slot * cache.most;
+    // Brings this warp's keys or values of a page, number `number` of the cache.
+    auto fetch = [&](u32 value, const Pages& at, u32 number) {
+        const u32 first = at.page * PAGE + warp * FLASH_KEYS;
+        if (at.any() && first <= row.position) {
+            const u16* from = cache.values + number * cache.stride + (u64)(value * KV_HEADS + kv_head) * PAGE_VALUES + warp * FLASH_KEYS * HEAD_DIM;
+#pragma unroll 4
+            for (u32 i = lane; i < FLASH_KEYS * CHUNKS; i += 32)
+                // What lies behind the sequence's end may be anything: zeros stand in for it.
+                copy16(f.tiles[value][warp] + i * 16, from + i * 8, first + i / CHUNKS <= row.position);
         }
         commit_copies();
     };
-    fetch(begin);
-    const float* q = queries + ((u64)blockIdx.z * HEADS + kv_head * RATIO) * HEAD_DIM;
-    constexpr int Q_STEPS = (8 * HEAD_DIM / 4 + FLASH_THREADS - 1) / FLASH_THREADS;
-    float4 qs[Q_STEPS];
-#pragma unroll
-    for (int j = 0; j < Q_STEPS; j++) {
-        const u32 i = tid + j * FLASH_THREADS;
-        qs[j] = i / (HEAD_DIM / 4) < RATIO ? __ldcg((const float4*)q + i) : make_float4(0, 0, 0, 0);
-    }
-#pragma unroll
-    for (int j = 0; j < Q_STEPS; j++) {
-        const u32 i = tid + j * FLASH_THREADS, head = i / (HEAD_DIM / 4), d = i % (HEAD_DIM / 4) * 4;
-        const float4 v = qs[j];
-        const u32 h0 = pack_bf16(v.x, v.y), h1 = pack_bf16(v.z, v.w);
-        if (head < 8) {
-            *(uint2*)(chunk(q_tile, head, d / 8) + d % 8 * 2) = make_uint2(h0, h1);
-            *(uint2*)(chunk(q_tile, head + 8, d / 8) + d % 8 * 2) = make_uint2(pack_bf16(v.x - bf16_low(h0), v.y - bf16_high(h0)),
-                                                                              pack_bf16(v.z - bf16_low(h1), v.w - bf16_high(h1)));
-        }
-    }
-    float o[HEAD_DIM / 8][4];
-#pragma unroll
-    for (int i = 0; i < HEAD_DIM / 8; i++) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0;
-    float top = -INFINITY, sum = 0;
-    for (u32 page = begin; page < end; page++) {
-        fetch(page + 1);
+    auto number_of = [&](const Pages& at) { return at.any() ? __ldcg(table + at.page) : 0; };
+    Pages at(row.position, splits), ahead = at;
+    if (!at.any()) return;
+    u32 number = number_of(ahead);
+    // Pages that this step does not write are there already.
+    const bool early = ahead.page < segment.start / PAGE;
+    if (!early) wait_for_inputs();
+    fetch(0, ahead, number);
+    fetch(1, ahead, number);
+    if (early) wait_for_inputs();
+    ahead.next();
+    number = number_of(ahead);
+    const u64 head = (u64)blockIdx.z * HEADS + kv_head * RATIO;
+    put_queries(queries + head * HEAD_DIM, f.queries);
+    __syncthreads();
+    Attention mine;
+    mine.reset();
+    for (; at.any(); at.next()) {
+        // Of the groups of copies, the last two are this page's values and the next page's keys, or those and its values.
         await_groups<1>();
-        __syncthreads();
-        const u8* k_tile = stages + page % FLASH_STAGES * (2 * PAGE_BYTES);
-        const u8* v_tile = k_tile + PAGE_BYTES;
-        const u32 key0 = page * PAGE + warp * 16;
-        if (key0 <= row.position) {
-            float c[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
-#pragma unroll
-            for (int ks = 0; ks < HEAD_DIM / 16; ks++) {
-                u32 a[4], b[4];
-                load_matrices(a, chunk(q_tile, lane % 16, ks * 2 + lane / 16));
-                load_matrices(b, chunk(k_tile, warp * 16 + lane / 16 * 8 + lane % 8, ks * 2 + lane / 8 % 2));
-                mma(c[0], a[0], a[1], a[2], a[3], b[0], b[1]);
-                mma(c[1], a[0], a[1], a[2], a[3], b[2], b[3]);
-            }
-            float s[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                s[i] = c[i / 2][i % 2] + c[i / 2][i % 2 + 2];
-                if (key0 + i / 2 * 8 + t * 2 + i % 2 > row.position) s[i] = -INFINITY;
-            }
-            float high = fmaxf(fmaxf(s[0], s[1]), fmaxf(s[2], s[3]));
-            high = fmaxf(high, __shfl_xor_sync(FULL, high, 1));
-            high = fmaxf(high, __shfl_xor_sync(FULL, high, 2));
-            const float before = top;
-            top = fmaxf(top, high);
-            // A head without a finite score stays at -inf; its sums become NaN, as they must.
-            const float shrink = before == top ? 1.0f : __expf(before - top);
-            if (__any_sync(FULL, shrink != 1.0f)) {
-                sum *= shrink;
-#pragma unroll
-                for (int i = 0; i < HEAD_DIM / 8; i++) {
-                    o[i][0] *= shrink; o[i][1] *= shrink; o[i][2] *= shrink; o[i][3] *= shrink;
-                }
-            }
-            float p[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                p[i] = __expf(s[i] - top);
-                sum += p[i];
-            }
-            const u32 h0 = pack_bf16(p[0], p[1]), h1 = pack_bf16(p[2], p[3]);
-            const u32 l0 = pack_bf16(p[0] - bf16_low(h0), p[1] - bf16_high(h0)), l1 = pack_bf16(p[2] - bf16_low(h1), p[3] - bf16_high(h1));
-#pragma unroll
-            for (int d = 0; d < HEAD_DIM / 16; d++) {
-                u32 b[4];
-                load_matrices_transposed(b, chunk(v_tile, warp * 16 + lane % 16, d * 2 + lane / 16));
-                mma(o[2 * d], h0, l0, h1, l1, b[0], b[1]);
-                mma(o[2 * d + 1], h0, l0, h1, l1, b[2], b[3]);
-            }
-        }
-        __syncthreads();
-    }
-    sum += __shfl_xor_sync(FULL, sum, 1);
-    sum += __shfl_xor_sync(FULL, sum, 2);
-    // The warps' parts become one.
-    float* parts = (float*)stages;  // [FLASH_WARPS, 8, HEAD_DIM]
-    __shared__ Softmax softmaxes[FLASH_WARPS][8];
-    if (t == 0) softmaxes[warp][g] = Softmax{top, sum};
-#pragma unroll
-    for (int i = 0; i < HEAD_DIM / 8; i++) {
-        float* p = parts + (warp * 8 + g) * HEAD_DIM + i * 8 + t * 2;
-        p[0] = o[i][0] + o[i][2];
-        p[1] = o[i][1] + o[i][3];
-    }
-    __syncthreads();
-    // What each warp's part counts, per head.
-    __shared__ float scales[FLASH_WARPS][8];
-    if (tid < 8) {
-        float high = -INFINITY, total = 0;
-        for (int w = 0; w < FLASH_WARPS; w++) high = fmaxf(high, softmaxes[w][tid].max);
-        for (int w = 0; w < FLASH_WARPS; w++) {
-            const Softmax s = softmaxes[w][tid];
-            scales[w][tid] = s.sum == 0.0f ? 0.0f : __expf(s.max - high);  // 0: a warp without keys
-            total = fmaf(s.sum, scales[w][tid], total);
-        }
-        if (tid < RATIO) stats[((u64)blockIdx.z * HEADS + kv_head * RATIO + tid) * splits + split] = Softmax{high, total};
-    }
-    __syncthreads();
-#pragma unroll 4
-    for (u32 i = tid; i < RATIO * HEAD_DIM; i += FLASH_THREADS) {
-        const u32 head = i / HEAD_DIM, d = i % HEAD_DIM;
-        float value = 0;
-#pragma unroll
-        for (int w = 0; w < FLASH_WARPS; w++) value = fmaf(parts[(w * 8 + head) * HEAD_DIM + d], scales[w][head], value);
-        partial[(((u64)blockIdx.z * HEADS + kv_head * RATIO + head) * splits + split) * HEAD_DIM + d] = value;
-    }
-    return true;
-}
-
-// Grid: (any, KV_HEADS, rows): blocks of x stride over the splits.
-extern "C" __global__ void __launch_bounds__(FLASH_THREADS)
-flash(const Segment* segments, const Row* rows, const float* queries, Cache cache, u32 splits, float* partial, Softmax* stats) {
-    launch_dependents();
-    const Row row = rows[blockIdx.z];
-    const u32 slot = segments[row.segment].slot;
-    wait_for_inputs();
-    for (u32 split = blockIdx.x; split < splits; split += gridDim.x) {
-        if (!flash_split(row, slot, split, splits, queries, cache, partial, stats)) return;
-        __syncthreads();  // shared memory is used again
+        __syncwarp();
+        const u32 first = at.page * PAGE + warp * FLASH_KEYS;
+        float p[4];
+        if (first <= row.position) Attention::scores(f.queries, f.tiles[0][warp], first, row.position, lane, p);
+        __syncwarp();
+        fetch(0, ahead, number);
+        if (first <= row.position) mine.weigh(p);
+        await_groups<1>();
+        __syncwarp();
+        if (first <= row.position) mine.add(f.tiles[1][warp], p, lane);
+        __syncwarp();
+        fetch(1, ahead, number);
+        ahead.next();
+        number = number_of(ahead);
+        if (!at.last()) continue;
+        put_split(mine, f, splits, partial + (head * splits + at.split) * HEAD_DIM, stats + head * splits + at.split);
+        mine.reset();
     }
 }
 
 // Joins a row's splits and applies the output gate: attended, [rows, QUERY], or as columns, if those are wanted. A warp four tiles of
 // a row. Grid: (QUERY / (256 COMBINE_WARPS), rows).
 #define COMBINE_WARPS 2
+#define MOST_SPLITS 64                       // SPLITS in src/forward.rs
+#define COMBINE_HEADS (256 / HEAD_DIM + 2)  // that a warp has columns of, at most
 extern "C" __global__ void __launch_bounds__(32 * COMBINE_WARPS)
 combine(const Row* rows, const float* projected, const float* partial, const Softmax* stats, u32 splits, float* attended, Columns to) {
+    // What each split of a head counts, and its sum.
+    __shared__ float2 shares[COMBINE_WARPS][COMBINE_HEADS][MOST_SPLITS];
     launch_dependents();
-    const u32 row = blockIdx.y, lane = threadIdx.x % 32;
-    const Place p = place((blockIdx.x * COMBINE_WARPS + threadIdx.x / 32) * 4, QUERY / TILE_COLS, QUERY, lane);
-    const u32 head = p.active ? p.col / HEAD_DIM : 0, d = p.col % HEAD_DIM, used = used_splits(rows[row].position, splits);
-    const u64 at = ((u64)row * HEADS + head) * splits;
+    const u32 row = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const Place p = place((blockIdx.x * COMBINE_WARPS + warp) * 4, QUERY / TILE_COLS, QUERY, lane);
+    const u32 first = __reduce_min_sync(FULL, p.active ? p.col / HEAD_DIM : HEADS);
+    if (first == HEADS) return;
+    const u32 head = p.active ? p.col / HEAD_DIM : first, last = __reduce_max_sync(FULL, head);
+    const u32 d = p.col % HEAD_DIM, used = used_splits(rows[row].position, splits);
     wait_for_inputs();
-    float gate[8], value[8] = {}, high = -INFINITY, total = 0;
+    float gate[8], value[8] = {}, total = 0;
     load8(projected + (u64)row * PROJECTED + (2 * head + 1) * HEAD_DIM + d, gate);
-#pragma unroll 8
-    for (u32 s = 0; s < used; s++) high = fmaxf(high, __ldcg(&stats[at + s].max));
-#pragma unroll 4
-    for (u32 s = 0; s < used; s++) {
-        const float2 stat = __ldcg((const float2*)stats + at + s);  // max, sum
-        const float scale = __expf(stat.x - high);
-        float part[8];
-        load8(partial + (at + s) * HEAD_DIM + d, part);
-        total = fmaf(scale, stat.y, total);
+    for (u32 h = first; h <= last; h++) {
+        float2 stat[MOST_SPLITS / 32];  // max, sum
+        float high = -INFINITY;
 #pragma unroll
-        for (int i = 0; i < 8; i++) value[i] = fmaf(scale, part[i], value[i]);
+        for (u32 i = 0; i < MOST_SPLITS / 32; i++) {
+            const u32 s = i * 32 + lane;
+            stat[i] = s < used ? __ldcg((const float2*)stats + ((u64)row * HEADS + h) * splits + s) : make_float2(-INFINITY, 0);
+            high = fmaxf(high, stat[i].x);
+        }
+#pragma unroll
+        for (int o = 16; o; o >>= 1) high = fmaxf(high, __shfl_xor_sync(FULL, high, o));
+#pragma unroll
+        for (u32 i = 0; i < MOST_SPLITS / 32; i++) shares[warp][h - first][i * 32 + lane] = make_float2(__expf(stat[i].x - high), stat[i].y);
+    }
+    __syncwarp();
+    const float* part = partial + ((u64)row * HEADS + head) * splits * HEAD_DIM + d;
+#pragma unroll 8
+    for (u32 s = 0; s < used; s++) {
+        const float2 share = shares[warp][head - first][s];
+        float x[8];
+        load8(part + s * HEAD_DIM, x);
+        total = fmaf(share.x, share.y, total);
+#pragma unroll
+        for (int i = 0; i < 8; i++) value[i] = fmaf(share.x, x[i], value[i]);
     }
 #pragma unroll
     for (int i = 0; i < 8; i++) value[i] = value[i] / total * sigmoid(gate[i]);

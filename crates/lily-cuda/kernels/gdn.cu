@@ -3,6 +3,7 @@
 // Few sequences: a block has 32 columns of a value head of one, in registers; a warp has an eighth of the state's rows, a lane a column of
 // them. Many: a block of four warps has a whole head, whose state comes to shared memory in the background; a warp has 32 columns, a lane
 // four columns of a quarter of the rows. So what heads have in common is done once, and as many blocks run as there is shared memory for.
+// A state is then written every few tokens only: what the others add to it is kept aside, and added anew by each that reads it.
 
 extern __shared__ __align__(128) u8 shared[];
 
@@ -74,6 +75,11 @@ __device__ __forceinline__ void put_head(u32 row, u32 head, float (&v)[4], const
     if (lane % 16 == 0) to.store_unit(row, tile, Unit{scale.unit, __fmul_rn((float)digits, scale.unit)});
 }
 
+// What one token does to all states of a layer: by rows, how much of what is there stays, and what each key adds to a column.
+struct __align__(16) Update {
+    float k[KEY_HEADS * DK], step[VALUE_HEADS * DV], alpha[(VALUE_HEADS + 3) / 4 * 4];
+};
+
 // Everything that the kernels take. Value heads of a segment follow each other.
 struct Delta {
     const Segment* segments;
@@ -85,9 +91,12 @@ struct Delta {
     float* gated;    // [rows, VALUE_HEADS * DV]: the readout times norm gain and SiLU(z) but not 1 / rms
     float* squares;  // [rows, VALUE_HEADS, VALUE_SPLIT], for that
     Columns to;      // or, of whole heads, all of it as columns
+    Update* updates;     // per slot PENDING of them: what is not in its states yet. Of whole heads
+    u64 update_stride;
     __device__ __forceinline__ float* state(const Segment& segment, u32 head) const {
         return states + segment.slot * state_stride + (u64)head * (DK * DV);
     }
+    __device__ __forceinline__ Update* log(const Segment& segment) const { return updates + segment.slot * update_stride; }
     __device__ __forceinline__ float* conv(const Segment& segment, u32 parity) const {
         return convs + segment.slot * conv_stride + parity * (u64)(PAST * CHANNELS);
     }
@@ -255,6 +264,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) delta_1(Delta d) {
 struct __align__(128) Head {
     float state[DK * DV];
     Inputs<128> row;
+    float keys[PENDING][DK + 16];  // of updates that are not in the state yet
     float gains[128];
     float out[128], squares[4];  // the row's readouts times gain and gate, and sums of the squares of 32 readouts
 };
@@ -284,39 +294,86 @@ __device__ __forceinline__ float square_sum(const float (&o)[4]) {
     return (x[0] + x[2]) + (x[1] + x[3]);
 }
 
+// Updates of a head that are not in its state yet: what a thread needs of them beside their keys.
+struct Pending {
+    u32 count;
+    float step[PENDING][4], alpha[PENDING], k[PENDING][PER_THREAD];  // k: for `put_keys`
+    // Asks for them. They were written by earlier steps, so it may come before the wait.
+    __device__ __forceinline__ void load(const Delta& d, const Item& item, u32 tid, u32 column) {
+        const Update* log = d.log(item.segment);
+        count = item.segment.pending;
+#pragma unroll
+        for (u32 p = 0; p < PENDING; p++) {
+            if (p >= count) break;
+            const float4 v = __ldcg((const float4*)(log[p].step + item.head * DV + column));
+            step[p][0] = v.x; step[p][1] = v.y; step[p][2] = v.z; step[p][3] = v.w;
+            alpha[p] = __ldcg(log[p].alpha + item.head);
+#pragma unroll
+            for (int i = 0; i < PER_THREAD; i++)
+                if (tid + i * KEY_THREADS < DK) k[p][i] = __ldcg(log[p].k + item.head / (VALUE_HEADS / KEY_HEADS) * DK + tid + i * KEY_THREADS);
+        }
+    }
+    // Leaves keys for all threads.
+    __device__ __forceinline__ void put_keys(float (&keys)[PENDING][DK + 16], u32 tid) const {
+#pragma unroll
+        for (u32 p = 0; p < PENDING; p++) {
+            if (p >= count) break;
+#pragma unroll
+            for (int i = 0; i < PER_THREAD; i++)
+                if (tid + i * KEY_THREADS < DK) keys[p][key_place(tid + i * KEY_THREADS)] = k[p][i];
+        }
+    }
+    // Adds them to four columns of rows from `at` of the keys on.
+    __device__ __forceinline__ void replay(const float (&keys)[PENDING][DK + 16], u32 at, float (&s)[KEYS][4]) const {
+#pragma unroll
+        for (u32 p = 0; p < PENDING; p++) {
+            if (p >= count) break;
+            float k[KEYS];
+            read_keys(keys[p] + at, k);
+#pragma unroll
+            for (int j = 0; j < KEYS; j++)
+#pragma unroll
+                for (int c = 0; c < 4; c++) s[j][c] = delta_state(alpha[p], s[j][c], k[j], step[p][c]);
+        }
+    }
+};
+
 // A thread of a whole head: columns `column` to `column` + 3 of a quarter of a state's rows.
 struct Worker {
-    u32 lane, quarter, column;
-    __device__ __forceinline__ explicit Worker(u32 tid) : lane(tid % 32), quarter(lane / 8), column(tid / 32 * 32 + lane % 8 * 4) {}
+    u32 tid, lane, quarter, column;
+    __device__ __forceinline__ explicit Worker(u32 tid) : tid(tid), lane(tid % 32), quarter(lane / 8), column(tid / 32 * 32 + lane % 8 * 4) {}
     // Asks for this thread's part of a state.
     __device__ __forceinline__ void bring(const float* from, float* state) const {
 #pragma unroll 8
         for (u32 i = quarter * 2 * ROWS; i < (quarter + 1) * 2 * ROWS; i++) copy16(state + i * DV + column, from + i * DV + column, true);
     }
-    // What a row reads out and what each key adds to the state, of the state before its decay.
-    __device__ __forceinline__ void read(const Inputs<128>& row, const Gates& g, const float* state, float (&o)[4], float (&step)[4]) const {
+    // What a row reads out and what each key adds to the state, of the state before its decay. Updates that are not in it are added
+    // first, and stay in it if `keep`.
+    __device__ __forceinline__ void read(Head& head, const Gates& g, const Pending& pending, bool keep, float (&o)[4], float (&step)[4]) const {
         float sk[2][4] = {}, sq[2][4] = {};  // of the two eighths of the rows
 #pragma unroll
         for (int h = 0; h < 2; h++)
 #pragma unroll
             for (int i = 0; i < ROWS; i += KEYS) {
                 const u32 first = (quarter * 2 + h) * ROWS + i;
-                float k[KEYS], q[KEYS];
-                read_keys(row.k + first + quarter * 4, k);
-                read_keys(row.q + first + quarter * 4, q);
+                float k[KEYS], q[KEYS], s[KEYS][4];
+                read_keys(head.row.k + first + quarter * 4, k);
+                read_keys(head.row.q + first + quarter * 4, q);
+#pragma unroll
+                for (int j = 0; j < KEYS; j++) read4(head.state + (first + j) * DV + column, s[j]);
+                pending.replay(head.keys, first + quarter * 4, s);
 #pragma unroll
                 for (int j = 0; j < KEYS; j++) {
-                    float s[4];
-                    read4(state + (first + j) * DV + column, s);
+                    if (keep) write4(head.state + (first + j) * DV + column, s[j]);
 #pragma unroll
                     for (int c = 0; c < 4; c++) {
-                        sk[h][c] = fmaf(s[c], k[j], sk[h][c]);
-                        sq[h][c] = fmaf(s[c], q[j], sq[h][c]);
+                        sk[h][c] = fmaf(s[j][c], k[j], sk[h][c]);
+                        sq[h][c] = fmaf(s[j][c], q[j], sq[h][c]);
                     }
                 }
             }
         float v[4];
-        read4(row.values + column, v);
+        read4(head.row.values + column, v);
         // The tree of `sum_of`.
 #pragma unroll
         for (int c = 0; c < 4; c++) {
@@ -348,6 +405,13 @@ struct Worker {
                     write4(to + at, s);
                 }
             }
+    }
+    // Keeps what a row does to the state aside.
+    __device__ __forceinline__ void defer(const Inputs<128>& row, u32 head, float alpha, const float (&step)[4], Update& to) const {
+        if (quarter == 0) write4(to.step + head * DV + column, step);
+        if (tid == 0) to.alpha[head] = alpha;
+        if (head % (VALUE_HEADS / KEY_HEADS) != 0) return;
+        for (u32 i = tid; i < DK; i += KEY_THREADS) to.k[head / (VALUE_HEADS / KEY_HEADS) * DK + i] = row.k[key_place(i)];
     }
     // Leaves readouts for `put`.
     __device__ __forceinline__ void leave(Head& head, const float (&o)[4]) const {
@@ -385,10 +449,13 @@ extern "C" __global__ void __launch_bounds__(KEY_THREADS, 3) delta_4(Delta d) {
     const Segment& segment = item.segment;
     float* home = d.state(segment, item.head);
     const Worker worker(threadIdx.x);
+    Pending pending;
+    pending.load(d, item, worker.tid, worker.column);  // first: what comes behind the state comes late
     worker.bring(home, own.state);
     Maker<128, true> maker(d, threadIdx.x);
     maker.load(item);
     own.gains[threadIdx.x] = __ldg(d.norm + threadIdx.x);
+    pending.put_keys(own.keys, worker.tid);
     wait_for_inputs();
     maker.load_row(item, segment.first);
 #pragma unroll 1
@@ -400,13 +467,45 @@ extern "C" __global__ void __launch_bounds__(KEY_THREADS, 3) delta_4(Delta d) {
         const Gates g = own.row.head_gates();
         if (r == 0) await_copies();
         float o[4], step[4];
-        worker.read(own.row, g, own.state, o, step);
-        // As a number: else there would be a branch for each store.
-        worker.update(own.row, g.alpha, step, own.state, (float*)(last ? (u64)home : (u64)own.state));
+        worker.read(own, g, pending, pending.count && !segment.defers, o, step);
+        if (segment.defers) {
+            worker.defer(own.row, item.head, g.alpha, step, d.log(segment)[pending.count]);
+        } else {
+            // As a number: else there would be a branch for each store.
+            worker.update(own.row, g.alpha, step, own.state, (float*)(last ? (u64)home : (u64)own.state));
+            pending.count = 0;
+        }
         worker.leave(own, o);
         __syncthreads();
         if (warp == r % KEY_WARPS) put(d, segment.first + r, item.head, own, worker.lane);
     }
     maker.store(item);
 #endif
+}
+
+// Writes the updates of a slot that are not in its states yet, for whatever reads states and knows nothing of them.
+// Grid: value heads of all Gated DeltaNet layers; a thread has a column.
+extern "C" __global__ void settle(float* states, const Update* updates, u32 pending) {
+    const u32 layer = blockIdx.x / VALUE_HEADS, head = blockIdx.x % VALUE_HEADS;
+    float* column = states + (u64)blockIdx.x * (DK * DV) + threadIdx.x;
+    const Update* log = updates + layer * PENDING;
+    float step[PENDING], alpha[PENDING];
+#pragma unroll
+    for (u32 p = 0; p < PENDING; p++) {
+        if (p >= pending) break;
+        step[p] = __ldcg(log[p].step + head * DV + threadIdx.x);
+        alpha[p] = __ldcg(log[p].alpha + head);
+    }
+#pragma unroll 8
+    for (u32 i = 0; i < DK; i++) {
+        float s = __ldcg(column + i * DV);
+#pragma unroll
+        for (u32 p = 0; p < PENDING; p++) {
+            if (p >= pending) break;
+            s = delta_state(alpha[p], s, __ldcg(log[p].k + head / (VALUE_HEADS / KEY_HEADS) * DK + i), step[p]);
+        }
+        column[i * DV] = s;
+    }
+    // The next kernels may ask for states before they wait for this one's end, but not before its blocks have ended.
+    __threadfence();
 }

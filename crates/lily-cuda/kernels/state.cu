@@ -10,6 +10,8 @@ struct Segment {
     u32 parity;   // which of the two conv states is read
     u32 want;     // rows of logits: the last `want` rows
     u32 sample;   // 1: a token is drawn from the last row
+    u32 pending;  // updates that are not in its recurrent states yet, but in their log
+    u32 defers;   // 1: this step's update goes there too, and the states are not written
 };
 #define NONE 0xffffffffu
 

@@ -16,6 +16,7 @@ use lily_model::weights::Weights;
 use crate::device::Source;
 use crate::driver::{Context, DriverError, Event, Graph, Pinned};
 use crate::forward::Device;
+use crate::gdn::PENDING;
 use crate::state::{Sequence, State};
 use crate::step::{self, MAX_SEGMENTS, NONE, Plan};
 use crate::{LoadError, export};
@@ -93,6 +94,8 @@ pub struct CudaBackend {
     flights: Vec<Flight>,
     next_flight: usize,
     pending: VecDeque<Pending>,
+    /// Steps since one last wrote the states of all its sequences.
+    since_written: usize,
 }
 
 impl From<DriverError> for BackendError {
@@ -151,6 +154,7 @@ impl CudaBackend {
             flights,
             next_flight: 0,
             pending: VecDeque::new(),
+            since_written: 0,
         })
     }
 
@@ -183,14 +187,26 @@ impl CudaBackend {
         })
     }
 
+    /// Whether a step of so many segments may leave updates of states in logs. All sequences write theirs in the same step: few that do
+    /// take a step nearly as long as all.
+    fn may_defer(&self, segments: usize) -> bool {
+        self.device.reads_logs(segments) && self.since_written < PENDING
+    }
+
     /// Enqueues a checked step into flight `flight`.
     fn enqueue(&mut self, batch: &Batch, flight: usize) -> Result<Plan, BackendError> {
         let layout = self.device.layout;
+        let defer = self.may_defer(batch.segments.len());
+        if !self.device.reads_logs(batch.segments.len()) {
+            for segment in &batch.segments {
+                self.device.settle(self.states.sequence_mut(segment.seq)?)?;
+            }
+        }
         // `check` has seen every sequence.
         let sequences: Vec<&Sequence> =
             batch.segments.iter().filter_map(|s| self.states.sequence(s.seq).ok()).collect();
         let buffer = self.flights[flight].step.as_mut_slice();
-        let plan = step::write(buffer, &layout, batch, &sequences);
+        let plan = step::write(buffer, &layout, batch, &sequences, defer);
         let (context, at) = (self.device.context.clone(), self.device.buffers.step.address());
         let buffer = self.flights[flight].step.as_slice();
         context.send(at, &buffer[..plan.head])?;
@@ -302,9 +318,12 @@ impl Backend for CudaBackend {
 
     /// Takes a slot, and no page: those are shared.
     fn snapshot(&mut self, seq: SeqId) -> Result<SnapshotId, BackendError> {
-        let from = self.states.sequence(seq)?.clone();
+        let from = self.states.sequence(seq)?;
         self.check_room(from.len, 0)?;
         self.device.context.enter()?;
+        let from = self.states.sequence_mut(seq)?;
+        self.device.settle(from)?;
+        let from = from.clone();
         let copy = self.device.state.copy(&from, from.len, true)?;
         Ok(self.states.add_snapshot(copy))
     }
@@ -353,8 +372,12 @@ impl Backend for CudaBackend {
             let plan = self.enqueue(batch, flight)?;
             segments = self.fetch_logits(batch, &plan)?;
         }
+        let defer = self.may_defer(batch.segments.len());
+        self.since_written = if defer { self.since_written + 1 } else { 0 };
         for segment in &batch.segments {
             if let Ok(sequence) = self.states.sequence_mut(segment.seq) {
+                let defers = step::defers(sequence, segment.tokens.count(), defer);
+                sequence.pending = if defers { sequence.pending + 1 } else { 0 };
                 sequence.len += segment.tokens.count();
                 sequence.parity = 1 - sequence.parity;
                 sequence.sampled = matches!(segment.want, Want::Sample(_));

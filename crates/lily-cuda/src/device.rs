@@ -189,9 +189,12 @@ mod tests {
         for batch in [1, 8] {
             let (config, launches) = launches(batch);
             let footprint = Footprint::new(&config);
-            let state = 2 * 4 * (footprint.recurrent_values + footprint.conv_values) * batch as u64;
+            // Of several sequences, recurrent states are written every few tokens only.
+            let written = if batch == 1 { 1.0 } else { 1.0 / (gdn::PENDING + 1) as f64 };
+            let recurrent = footprint.recurrent_values as f64 * (1.0 + written);
+            let state = 4.0 * batch as f64 * (recurrent + 2.0 * footprint.conv_values as f64);
             let moved = traffic(&launches);
-            let ratio = moved.bytes as f64 / (footprint.read_per_step(&config, batch) + state as f64);
+            let ratio = moved.bytes as f64 / (footprint.read_per_step(&config, batch) + state);
             println!("batch {batch}: {} bytes, {ratio:.4} times what must be", moved.bytes);
             assert!((0.99..1.05).contains(&ratio), "{ratio}");
             assert_eq!(moved.bytes_per_position, 2 * footprint.kv_values_per_token * batch as u64);
@@ -217,6 +220,17 @@ mod tests {
         config.layers = vec![LayerKind::Gdn, LayerKind::Attention];
         let launches = decode_launches(config, &Context::h200(), 1).unwrap();
         assert!(launches.iter().any(|l| l.name == "gate_up_bf16"), "{launches:?}");
+    }
+
+    #[test]
+    fn a_card_with_less_shared_memory_runs_the_real_model_too() {
+        let config = Config::from_json(CONFIG_35B_A3B).unwrap();
+        let context = Context::rtx_4090();
+        for batch in [1, 8, 32] {
+            let launches = decode_launches(config.clone(), &context, batch).unwrap();
+            let most = launches.iter().max_by_key(|launch| launch.shared).unwrap();
+            assert!(most.shared <= context.shared_memory, "{most:?}");
+        }
     }
 
     #[test]

@@ -175,6 +175,12 @@ impl Context {
         Self::stand_in("NVIDIA H200", 90, 132, 227 << 10)
     }
 
+    /// A stand-in for a card that has less shared memory than those of data centres.
+    #[cfg(test)]
+    pub(crate) fn rtx_4090() -> Arc<Self> {
+        Self::stand_in("NVIDIA GeForce RTX 4090", 89, 128, 99 << 10)
+    }
+
     /// A stand-in for this device.
     pub fn as_stand_in(&self) -> Arc<Self> {
         Self::stand_in(&self.name, self.capability, self.multiprocessors, self.shared_memory)

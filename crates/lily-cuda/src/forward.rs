@@ -18,12 +18,12 @@ use crate::wide::Wide;
 
 /// Threads of most blocks.
 pub const THREADS: u32 = 256;
-/// Splits of a row's keys in a step of few rows.
+/// Splits of a row's keys in a step of few rows, `MOST_SPLITS` of `kernels/attention.cu`.
 const SPLITS: u32 = 64;
 /// Rows times splits in a step of many.
 pub const SPLIT_ROWS: u32 = 2048;
-/// Blocks of flash attention for each multiprocessor in a step of several rows, about: they run one behind the other. More are better
-/// balanced, but in a short context most only begin and end.
+/// Blocks of flash attention for each multiprocessor in a step of several rows, about: as many as run at a time on an H200. More are
+/// better balanced, but in a short context most only begin and end.
 const FLASH_BLOCKS: u32 = 2;
 /// Pairs in a piece of an expert's work, as `GROUP` of `kernels/state.cu`.
 const GROUP: u32 = 16;
@@ -450,10 +450,10 @@ impl Device {
     }
 }
 
-/// Shared memory of the flash kernel: queries, and two stages of K and V.
+/// Shared memory of the flash kernel, `Flash` there: queries, K and V of a page, and half a head of each warp's sums.
 pub fn flash_shared(c: &Config) -> u32 {
     let row = 2 * c.attention.head_dim as u32;
-    16 * row + 2 * 2 * PAGE as u32 * row
+    16 * row + 2 * PAGE as u32 * row + 4 * 8 * (row + 32) + 256
 }
 
 /// Row blocks and tokens of a matmul block.

@@ -1,9 +1,10 @@
 //! Gated DeltaNet between its two projections: how `kernels/gdn.cu` is launched.
 
-use lily_model::config::GdnConfig;
+use lily_model::config::{GdnConfig, LayerKind};
 
 use crate::driver::{Args, Buffer, Context, DriverError, Shape};
 use crate::forward::Device;
+use crate::state::Sequence;
 use crate::step::Plan;
 use crate::weights::DeviceMatrix;
 
@@ -12,15 +13,24 @@ const WHOLE: usize = 128;
 /// Columns of a head that a block of `delta_1` has.
 const COLUMNS: usize = 32;
 /// Segments from which on whole heads are faster.
-const MANY: u32 = 4;
+const MANY: usize = 4;
+/// Most updates of a state that wait in a log: the next token writes the state. More save little of what writing costs, and each is one
+/// more to add to every state that is read (docs/lab/cuda.md).
+pub const PENDING: usize = 3;
 /// Threads of a block of `delta_4`.
 const HEAD_THREADS: u32 = 128;
 
 /// Dynamic shared memory of a block of `delta_4`, bytes: `Head` of the kernel. `None` where the kernel can't be used.
 pub fn shared_memory(g: &GdnConfig, context: &Context) -> Option<u32> {
     let inputs = (2 * g.key_dim + 2 * WHOLE + 46).next_multiple_of(4);
-    let bytes = 4 * (g.key_dim * WHOLE + inputs + 2 * WHOLE + 4).next_multiple_of(32) as u32;
+    let keys = PENDING * (g.key_dim + 16);
+    let bytes = 4 * (g.key_dim * WHOLE + inputs + keys + 2 * WHOLE + 4).next_multiple_of(32) as u32;
     (g.value_dim == WHOLE && bytes <= context.shared_memory).then_some(bytes)
+}
+
+/// Values of a layer's `Update` of the kernels.
+pub fn update_len(g: &GdnConfig) -> usize {
+    g.key_heads * g.key_dim + g.value_width() + g.value_heads.next_multiple_of(4)
 }
 
 /// Dynamic shared memory by kernel.
@@ -28,7 +38,51 @@ pub fn shared(g: &GdnConfig, context: &Context) -> Option<(&'static str, u32)> {
     shared_memory(g, context).map(|bytes| ("delta_4", bytes))
 }
 
+/// Bytes of states and logs of a layer that a segment moves, on average.
+fn moved(g: &GdnConfig, plan: &Plan, whole: bool) -> u64 {
+    let all = 2 * (g.state_len() + g.conv_state_len());
+    let values = match whole && plan.rows == plan.segments {
+        true => {
+            let unwritten = g.state_len() * PENDING / (PENDING + 1);
+            // Of `PENDING` + 1 tokens, each reads the updates that the ones before it have left, and all but one leave theirs.
+            let updates = update_len(g) * PENDING / 2 + update_len(g) * PENDING / (PENDING + 1);
+            all - unwritten + updates
+        }
+        false => all,
+    };
+    4 * values as u64
+}
+
 impl Device {
+    /// Shared memory of the kernel for whole heads, if a step of so many segments goes through it. It knows of logs; what else reads
+    /// states does not.
+    fn whole_heads(&self, segments: usize) -> Option<u32> {
+        shared_memory(&self.config.gdn, &self.context).filter(|_| segments >= MANY)
+    }
+
+    /// Whether a step of so many segments takes what is in logs into account, so that it may leave updates there.
+    pub(crate) fn reads_logs(&self, segments: usize) -> bool {
+        self.state.sizes.updates > 0 && self.whole_heads(segments).is_some()
+    }
+
+    /// Writes what waits in a sequence's log to its states.
+    pub(crate) fn settle(&self, sequence: &mut Sequence) -> Result<(), DriverError> {
+        if sequence.pending == 0 {
+            return Ok(());
+        }
+        let (s, g, slot) = (&self.state, &self.config.gdn, u64::from(sequence.lease.slot));
+        let at = |buffer: &Buffer, bytes: usize| buffer.address() + slot * bytes as u64;
+        let mut args = Args::new();
+        args.u64(at(&s.recurrent, s.sizes.recurrent)).u64(at(&s.updates, s.sizes.updates));
+        args.u32(sequence.pending);
+        let heads = self.config.count(LayerKind::Gdn) * g.value_heads;
+        let shape =
+            Shape { grid: [heads as u32, 1, 1], threads: g.value_dim as u32, shared: 0, overlap: false };
+        self.launch_with("settle", shape, &mut args)?;
+        sequence.pending = 0;
+        Ok(())
+    }
+
     /// Convolution and delta rule of layer `index` of its kind. Says whether it leaves columns for the product with `output`.
     pub(crate) fn delta(
         &self,
@@ -44,7 +98,7 @@ impl Device {
         let convs = s.conv.address() + index * 2 * 4 * g.conv_state_len() as u64;
         // Few sequences are spread over many blocks; for many, a block does once what a head's columns have in common.
         let heads = segments * g.value_heads as u32;
-        let whole = shared_memory(g, &self.context).filter(|_| segments >= MANY);
+        let whole = self.whole_heads(plan.segments);
         let [records, groups] =
             if whole.is_some() { self.columns_of(output, plan.rows as u32) } else { [0; 2] };
         // `Delta` of the kernels.
@@ -64,8 +118,10 @@ impl Device {
             b.squares.address(),
             records,
             groups,
+            s.updates.address() + index * (s.sizes.updates / self.config.count(LayerKind::Gdn)) as u64,
+            (s.sizes.updates / (4 * update_len(g))) as u64,
         ]);
-        let moved = u64::from(segments) * 2 * 4 * (g.state_len() + g.conv_state_len()) as u64;
+        let moved = u64::from(segments) * moved(g, plan, whole.is_some());
         args.moves(moved + vectors.iter().map(|v| v.bytes() as u64).sum::<u64>());
         let Some(shared) = whole else {
             let parts = (g.value_dim / COLUMNS) as u32;

@@ -9,6 +9,7 @@ use lily_model::config::Config;
 use crate::LoadError;
 use crate::compile::{Compiler, cubin};
 use crate::driver::{Context, DriverError, Function, Module};
+use crate::gdn;
 
 /// A file of kernels; [`COMMON`] goes before each.
 pub struct Source {
@@ -98,7 +99,7 @@ pub const SOURCES: [Source; 11] = [
     Source {
         name: "gdn.cu",
         text: include_str!("../kernels/gdn.cu"),
-        kernels: &["delta_1", "delta_4"],
+        kernels: &["delta_1", "delta_4", "settle"],
         fits: ALL,
     },
     Source {
@@ -176,7 +177,7 @@ pub fn architecture(capability: u32) -> String {
     }
 }
 
-/// Options of the compiler for a model and an architecture: its shapes as macros.
+/// Options of the compiler for a model and an architecture: its shapes as macros, and what the host counts too.
 pub fn options(config: &Config, arch: &str) -> Vec<String> {
     let (g, a, m) = (&config.gdn, &config.attention, &config.moe);
     let shapes = [
@@ -195,6 +196,7 @@ pub fn options(config: &Config, arch: &str) -> Vec<String> {
         ("TOP_K", m.experts_per_token),
         ("EXPERT_WIDTH", m.expert_width),
         ("SHARED_WIDTH", m.shared_width),
+        ("PENDING", gdn::PENDING),
     ];
     let fixed = [
         format!("--gpu-architecture={arch}"),

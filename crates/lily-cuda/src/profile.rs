@@ -1,6 +1,7 @@
-//! What each kernel of a decode step costs: the step is repeated as it was, with the kernel alone and with all but it. Both
+//! What each kernel of a decode step costs: steps are repeated as they were, with the kernel alone and with all but it. Both
 //! count, since kernels overlap: alone one pays for its start, and in the step it may hide behind its neighbours. A kernel
-//! whose bytes of all layers fit into the L2 cache finds them there when it is alone.
+//! whose bytes of all layers fit into the L2 cache finds them there when it is alone. Times are means of steps that
+//! follow each other, as one of a few writes recurrent states.
 
 use std::sync::Arc;
 
@@ -10,11 +11,15 @@ use lily_model::sample::SampleParams;
 use crate::CudaBackend;
 use crate::device::{Launch, traffic};
 use crate::driver::{Context, DriverError, Event, Graph};
+use crate::gdn::PENDING;
 use crate::step::Plan;
 
+/// Tokens that a profile decodes behind its prompt, so that each sequence writes its states once.
+pub const TOKENS: u32 = PENDING as u32 + 1;
+
 /// Steps of one measurement, and measurements of which the median counts.
-const STEPS: u32 = 20;
-const MEASUREMENTS: usize = 5;
+const STEPS: u32 = 10;
+const MEASUREMENTS: usize = 3;
 
 /// Bytes of the two buffers that bandwidth is measured with, if there is room: far more than the L2 cache has.
 const COPIED: usize = 2 << 30;
@@ -85,24 +90,35 @@ impl CudaBackend {
         copy_bandwidth(self.context())
     }
 
-    /// Reads prompts of `position` tokens into `batch` sequences, and profiles the step behind them.
+    /// Reads prompts of `position` tokens into `batch` sequences, and profiles the steps behind them.
     pub fn profile(&mut self, batch: usize, position: u32) -> Result<Profile, BackendError> {
-        let seqs = (0..batch).map(|_| self.create(position + 1)).collect::<Result<Vec<_>, _>>()?;
+        let seqs = (0..batch).map(|_| self.create(position + TOKENS)).collect::<Result<Vec<_>, _>>()?;
         for (i, seq) in seqs.iter().enumerate() {
             self.read(*seq, position, i as u32)?;
         }
-        let next = |seq: &SeqId| Segment {
-            seq: *seq,
-            start: position,
-            tokens: Tokens::LastSampled,
-            want: Want::Sample(SampleParams::greedy().into()),
-        };
-        let ticket = self.forward(&Batch { segments: seqs.iter().map(next).collect() })?;
-        self.wait(ticket)?;
-        // The device still has the description of this step: so it can be repeated as often as need be.
-        let profile = self.repeat(batch, position)?;
+        let mut steps = Vec::new();
+        for start in position..position + TOKENS {
+            let next = |seq: &SeqId| Segment {
+                seq: *seq,
+                start,
+                tokens: Tokens::LastSampled,
+                want: Want::Sample(SampleParams::greedy().into()),
+            };
+            let ticket = self.forward(&Batch { segments: seqs.iter().map(next).collect() })?;
+            self.wait(ticket)?;
+            steps.push(self.description(batch)?);
+        }
+        let profile = self.repeat(&steps, batch, position)?;
         seqs.into_iter().try_for_each(|seq| self.free(seq))?;
         Ok(profile)
+    }
+
+    /// What the device was last told about a decode step.
+    fn description(&mut self, batch: usize) -> Result<Vec<u8>, DriverError> {
+        let device = self.device();
+        let mut bytes = vec![0; device.layout.head(batch)];
+        device.buffers.step.read(0, &mut bytes)?;
+        Ok(bytes)
     }
 
     /// Feeds a sequence, and draws a token.
@@ -122,10 +138,10 @@ impl CudaBackend {
         Ok(())
     }
 
-    fn repeat(&mut self, batch: usize, position: u32) -> Result<Profile, BackendError> {
+    fn repeat(&mut self, steps: &[Vec<u8>], batch: usize, position: u32) -> Result<Profile, BackendError> {
         let copy_bytes_per_s = self.copy_bandwidth()?;
         let (step, launches) = self.graph_without(batch, &[])?;
-        let step_us = self.time(&step)?;
+        let step_us = self.time(steps, &step)?;
         let mut names: Vec<&'static str> = Vec::new();
         for launch in &launches {
             if !names.contains(&launch.name) {
@@ -143,8 +159,8 @@ impl CudaBackend {
                 name,
                 launches: mine.len(),
                 bytes: moved.bytes + moved.bytes_per_position * u64::from(position),
-                alone_us: self.time(&alone)?,
-                in_step_us: step_us - self.time(&without)?,
+                alone_us: self.time(steps, &alone)?,
+                in_step_us: step_us - self.time(steps, &without)?,
             });
         }
         Ok(Profile { batch, position, step_us, copy_bytes_per_s, kernels })
@@ -160,7 +176,13 @@ impl CudaBackend {
         recorded
     }
 
-    fn time(&mut self, graph: &Graph) -> Result<f64, DriverError> {
-        median_us(&self.device().context, || graph.launch())
+    /// Microseconds of a graph, the mean over descriptions of steps.
+    fn time(&mut self, steps: &[Vec<u8>], graph: &Graph) -> Result<f64, DriverError> {
+        let device = self.device();
+        let time = |step: &Vec<u8>| {
+            device.context.send(device.buffers.step.address(), step)?;
+            median_us(&device.context, || graph.launch())
+        };
+        Ok(steps.iter().map(time).sum::<Result<f64, _>>()? / steps.len() as f64)
     }
 }

@@ -9,6 +9,7 @@ use lily_model::config::{Config, LayerKind};
 use lily_model::pool::{Capacity, Lease, PAGE, PartSizes, Pool};
 
 use crate::driver::{Buffer, Context, DriverError};
+use crate::gdn::{PENDING, update_len};
 
 /// Sizes of the state, bytes.
 #[derive(Clone, Copy, Debug)]
@@ -17,6 +18,8 @@ pub struct Sizes {
     pub recurrent: usize,
     /// Two copies of the conv inputs of all Gated DeltaNet layers, f32, per slot.
     pub conv: usize,
+    /// Logs of the recurrent states of all Gated DeltaNet layers, per slot.
+    pub updates: usize,
     /// Tokens of a slot.
     pub history: usize,
     /// K/V of all attention layers for [`PAGE`] positions, bf16.
@@ -30,6 +33,7 @@ impl Sizes {
         Self {
             recurrent: 4 * gdn * config.gdn.state_len(),
             conv: 2 * 4 * gdn * config.gdn.conv_state_len(),
+            updates: 4 * gdn * PENDING * update_len(&config.gdn),
             history: 4 * context,
             page: 2 * 2 * attention * PAGE * config.attention.kv_width(),
         }
@@ -37,7 +41,7 @@ impl Sizes {
 
     /// As the pool counts them.
     pub fn parts(&self) -> PartSizes {
-        PartSizes { slot: self.recurrent + self.conv + self.history, page: self.page }
+        PartSizes { slot: self.recurrent + self.conv + self.updates + self.history, page: self.page }
     }
 }
 
@@ -54,6 +58,8 @@ pub struct Sequence {
     pub parity: u32,
     /// Whether the last step sampled a token, which is then in the slot.
     pub sampled: bool,
+    /// Updates in the slot's log that are not in its recurrent states: those of the last tokens. Snapshots have none.
+    pub pending: u32,
 }
 
 /// Device memory of all state, and who has what.
@@ -65,6 +71,8 @@ pub struct State {
     pub pool: Pool,
     /// Per slot: `[gdn layers, value_heads, key_dim, value_dim]` f32.
     pub recurrent: Buffer,
+    /// Per slot: `[gdn layers, PENDING]` of the kernels' `Update`.
+    pub updates: Buffer,
     /// Per slot: `[gdn layers, 2, taps - 1, channels]` f32.
     pub conv: Buffer,
     /// Per slot: its tokens.
@@ -94,6 +102,7 @@ impl State {
             sizes,
             recurrent: allocate(slots * sizes.recurrent, "recurrent state")?,
             conv: allocate(slots * sizes.conv, "conv state")?,
+            updates: allocate(slots * sizes.updates, "log of recurrent state")?,
             history: allocate(slots * sizes.history, "token history")?,
             sampled: allocate(slots * 4, "sampled tokens")?,
             pages: allocate(pages * sizes.page, "K/V pages")?,
@@ -124,8 +133,10 @@ impl State {
     }
 
     /// A copy at `from`'s position with room for `capacity` tokens: shares the pages that are full, and copies the last
-    /// one unless `frozen`, for a copy that is never written. [`Pool::fits`] must have said yes to [`State::own_pages`].
+    /// one unless `frozen`, for a copy that is never written. [`Pool::fits`] must have said yes to [`State::own_pages`], and `from`
+    /// must be settled: its log is not copied.
     pub fn copy(&mut self, from: &Sequence, capacity: usize, frozen: bool) -> Result<Sequence, DriverError> {
+        debug_assert_eq!(from.pending, 0, "a copy of a sequence that is not settled");
         let shared = if frozen { from.len.div_ceil(PAGE) } else { from.len / PAGE };
         let mut copy = self.take(capacity, &from.lease.pages[..shared])?;
         let slots = (u64::from(copy.lease.slot), u64::from(from.lease.slot));
@@ -161,6 +172,6 @@ impl State {
         let table: Vec<u8> = lease.pages.iter().flat_map(|p| p.to_le_bytes()).collect();
         let at = u64::from(lease.slot) * (self.most_pages * 4) as u64;
         self.context.send(self.tables.address() + at, &table)?;
-        Ok(Sequence { lease, len: 0, capacity, parity: 0, sampled: false })
+        Ok(Sequence { lease, len: 0, capacity, parity: 0, sampled: false, pending: 0 })
     }
 }

@@ -3,6 +3,7 @@
 use lily_model::backend::{Batch, Rows, Tokens, Want};
 use lily_model::sample::{MOST_BIASES, SampleParams};
 
+use crate::gdn::PENDING;
 use crate::state::Sequence;
 
 /// Not there.
@@ -11,7 +12,7 @@ pub const NONE: u32 = u32::MAX;
 /// Most segments in a step.
 pub const MAX_SEGMENTS: usize = 32;
 
-const SEGMENT: usize = 32;
+const SEGMENT: usize = 40;
 const DRAW: usize = 64;
 const ROW: usize = 16;
 
@@ -33,9 +34,13 @@ impl Layout {
     pub fn row_table(&self) -> usize {
         self.draws() + MAX_SEGMENTS * DRAW
     }
+    /// Bytes of a step of so many rows, but for masks and biases.
+    pub fn head(&self, rows: usize) -> usize {
+        self.row_table() + rows * ROW
+    }
     /// Offset of the masks.
     pub fn masks(&self) -> usize {
-        self.row_table() + self.rows * ROW
+        self.head(self.rows)
     }
     /// Offset of the biases.
     pub fn biases(&self) -> usize {
@@ -86,8 +91,13 @@ pub fn wanted(want: &Want, len: usize) -> usize {
     }
 }
 
-/// Writes a step into `out`; `sequences` are those of the batch's segments.
-pub fn write(out: &mut [u8], layout: &Layout, batch: &Batch, sequences: &[&Sequence]) -> Plan {
+/// Whether a segment of so many rows leaves its update in its sequence's log, in a step that may (`defer`).
+pub fn defers(sequence: &Sequence, rows: usize, defer: bool) -> bool {
+    defer && rows == 1 && (sequence.pending as usize) < PENDING
+}
+
+/// Writes a step into `out`; `sequences` are those of the batch's segments. `defer`: it may leave updates of states in logs.
+pub fn write(out: &mut [u8], layout: &Layout, batch: &Batch, sequences: &[&Sequence], defer: bool) -> Plan {
     let mut plan = Plan { segments: batch.segments.len(), decode: true, ..Plan::default() };
     let mut put = |at: usize, words: &[u32]| {
         for (i, w) in words.iter().enumerate() {
@@ -115,6 +125,8 @@ pub fn write(out: &mut [u8], layout: &Layout, batch: &Batch, sequences: &[&Seque
                 sequence.parity,
                 want as u32,
                 u32::from(sample),
+                sequence.pending,
+                u32::from(defers(sequence, rows, defer)),
             ],
         );
         for r in 0..rows {
@@ -141,7 +153,7 @@ pub fn write(out: &mut [u8], layout: &Layout, batch: &Batch, sequences: &[&Seque
             put(layout.draws() + i * DRAW, &draw(params, bias as u32, mask));
         }
     }
-    plan.head = layout.row_table() + plan.rows * ROW;
+    plan.head = layout.head(plan.rows);
     plan
 }
 
@@ -176,7 +188,14 @@ mod tests {
     use super::*;
 
     fn sequence(slot: u32, len: usize) -> Sequence {
-        Sequence { lease: Lease { slot, pages: vec![] }, len, capacity: 99, parity: 1, sampled: true }
+        Sequence {
+            lease: Lease { slot, pages: vec![] },
+            len,
+            capacity: 99,
+            parity: 1,
+            sampled: true,
+            pending: 2,
+        }
     }
 
     #[test]
@@ -196,12 +215,12 @@ mod tests {
         let layout = Layout { rows: 8, mask_words: 3 };
         let mut out = vec![0xaa; layout.bytes()];
         let (a, b) = (sequence(4, 10), sequence(2, 64));
-        let plan = write(&mut out, &layout, &batch, &[&a, &b]);
+        let plan = write(&mut out, &layout, &batch, &[&a, &b], true);
         assert_eq!((plan.rows, plan.segments, plan.logits, plan.decode), (4, 2, 4, false));
         let word = |at: usize| u32::from_le_bytes([out[at], out[at + 1], out[at + 2], out[at + 3]]);
         let words = |at: usize, n: usize| (0..n).map(|i| word(at + 4 * i)).collect::<Vec<_>>();
-        assert_eq!(words(0, 8), [0, 3, 10, 4, NONE, 1, 3, 0]);
-        assert_eq!(words(SEGMENT, 8), [3, 1, 64, 2, 2, 1, 1, 1]);
+        assert_eq!(words(0, 10), [0, 3, 10, 4, NONE, 1, 3, 0, 2, 0]);
+        assert_eq!(words(SEGMENT, 10), [3, 1, 64, 2, 2, 1, 1, 1, 2, 1]);
         assert_eq!(words(layout.row_table(), 4), [5, 10, 0, 0]);
         assert_eq!(words(layout.row_table() + 3 * ROW, 4), [0, 64, 1, 3]);
         assert_eq!(words(layout.draws() + DRAW + 40, 4), [0, 1, 0, 0]);
@@ -218,7 +237,7 @@ mod tests {
         let layout = Layout { rows: 8, mask_words: 3 };
         let mut out = vec![0; layout.bytes()];
         let s = sequence(0, 1);
-        let mut plan = |batch: &Batch| write(&mut out, &layout, batch, &[&s]).decode;
+        let mut plan = |batch: &Batch| write(&mut out, &layout, batch, &[&s], false).decode;
         assert!(plan(&segment(Tokens::LastSampled, &greedy)));
         assert!(plan(&segment(Tokens::Ids(vec![1]), &greedy)));
         assert!(!plan(&segment(Tokens::Ids(vec![1, 2]), &greedy)));

@@ -3,9 +3,9 @@
 
 mod common;
 
-use common::{device, options};
+use common::{device, options, rows, segment, step};
 use lily_cuda::{CudaBackend, Options};
-use lily_model::backend::{Backend, Batch, Output, Segment, SeqId, Tokens, Want};
+use lily_model::backend::{Backend, Batch, Output, Rows, Segment, SeqId, Tokens, Want};
 use lily_model::config::Config;
 use lily_model::presets::CONFIG_35B_A3B;
 use lily_model::sample::SampleParams;
@@ -56,5 +56,64 @@ fn greedy_tokens_at_the_real_shape_are_the_same_alone_and_among_others() {
             println!("{name}, sequence {i}: the first {same} of 50 tokens are the same");
             assert_eq!(same, 50);
         }
+    }
+}
+
+/// Logits behind the last token of each sequence's next ones, which it has from `at` on.
+fn feed_all(backend: &mut CudaBackend, at: usize, all: &[(SeqId, &[u32])]) -> Vec<Vec<f32>> {
+    let vocab = backend.limits().vocab_size;
+    let segments = all.iter().map(|(seq, ids)| segment(*seq, at, ids, Want::Logits(Rows::Last))).collect();
+    step(backend, segments).into_iter().flat_map(|output| rows(output.unwrap(), vocab)).collect()
+}
+
+/// In a step of four sequences or more a token's updates of the recurrent states may wait in a log. Whatever the sequences do next,
+/// logits are to the bit those of the same tokens one by one.
+#[test]
+fn updates_that_wait_in_logs_are_seen_by_all_that_follows() {
+    if !device() {
+        return;
+    }
+    let config = Config::from_json(CONFIG_35B_A3B).unwrap();
+    let vocab = config.vocab_size as u32;
+    let options = Options { context: 64, max_sequences: 8, max_batch_tokens: 32, ..options() };
+    let mut backend = CudaBackend::random(config, 1, &options).unwrap();
+    let text = |i: u32| (0..20).map(|j| (i * 131 + j).wrapping_mul(2_654_435_761) % vocab).collect();
+    let texts: Vec<Vec<u32>> = (0..5).map(text).collect();
+    let alone = |ids: &Vec<u32>| {
+        let seq = backend.create(20).unwrap();
+        let logits = (0..ids.len()).map(|i| feed_all(&mut backend, i, &[(seq, &ids[i..=i])]).remove(0));
+        let logits: Vec<Vec<f32>> = logits.collect();
+        backend.free(seq).unwrap();
+        logits
+    };
+    let expected: Vec<Vec<Vec<f32>>> = texts.iter().map(alone).collect();
+    for tokens in 1..=6 {
+        let seqs: Vec<SeqId> = texts.iter().map(|_| backend.create(20).unwrap()).collect();
+        let feed = |backend: &mut CudaBackend, at: usize, n: usize, some: std::ops::Range<usize>| {
+            let all: Vec<_> = some.clone().map(|i| (seqs[i], &texts[i][at..at + n])).collect();
+            for (i, logits) in some.zip(feed_all(backend, at, &all)) {
+                assert!(logits == expected[i][at + n - 1], "{tokens} tokens, sequence {i}, {n} from {at} on");
+            }
+        };
+        (0..tokens).for_each(|i| feed(&mut backend, i, 1, 0..5));
+        // Two tokens each, of which the first meets what waits.
+        feed(&mut backend, tokens, 2, 0..5);
+        let at = tokens + 2;
+        (at..at + tokens).for_each(|i| feed(&mut backend, i, 1, 0..5));
+        let at = at + tokens;
+        let snapshot = backend.snapshot(seqs[0]).unwrap();
+        let bytes = backend.export(snapshot).unwrap();
+        feed(&mut backend, at, 1, 0..1);
+        feed(&mut backend, at, 1, 1..3);
+        feed(&mut backend, at, 3, 3..4);
+        feed(&mut backend, at, 1, 4..5);
+        backend.forget(snapshot).unwrap();
+        let imported = backend.import(&bytes).unwrap();
+        let resumed = backend.resume(imported, 20).unwrap();
+        let logits = feed_all(&mut backend, at, &[(resumed, &texts[0][at..=at])]);
+        assert!(logits[0] == expected[0][at], "{tokens} tokens, resumed");
+        backend.forget(imported).unwrap();
+        backend.free(resumed).unwrap();
+        seqs.into_iter().for_each(|seq| backend.free(seq).unwrap());
     }
 }

@@ -5,12 +5,12 @@
 mod common;
 
 use common::random::{Stored, config, model, one_expert, scale_rows, zeros};
-use common::{Model, assert_close, device, feed, fresh, options, segment, step, tokens};
+use common::{Model, assert_close, device, feed, fresh, options, rows, segment, step, tokens};
 use lily_cpu::reference::{Reference, State};
 use lily_cpu::tap::no_tap;
 use lily_cuda::driver::DriverError;
 use lily_cuda::{CudaBackend, LoadError, Options};
-use lily_model::backend::{Backend, Output, Want};
+use lily_model::backend::{Backend, Output, Rows, SeqId, Want};
 use lily_model::config::LayerKind::{Attention, Gdn};
 use lily_model::sample::SampleParams;
 use lily_model::weights::{Expert, Mixer};
@@ -148,10 +148,16 @@ fn a_small_model_in_all_kinds_of_steps() {
     if !device() {
         return;
     }
-    for (stored, fast_decode) in
-        [(Stored::Quantised, true), (Stored::Quantised, false), (Stored::Mixed, true)]
-    {
-        let model = model(config(&[Gdn, Attention]), 16, stored);
+    // Value heads of 128 have a kernel of their own, for four sequences and more.
+    let mut whole_heads = config(&[Gdn, Attention]);
+    whole_heads.gdn.value_dim = 128;
+    for (config, stored, fast_decode) in [
+        (config(&[Gdn, Attention]), Stored::Quantised, true),
+        (config(&[Gdn, Attention]), Stored::Quantised, false),
+        (config(&[Gdn, Attention]), Stored::Mixed, true),
+        (whole_heads, Stored::Quantised, true),
+    ] {
+        let model = model(config, 16, stored);
         let mut backend = model.backend_with(&Options { fast_decode, ..options() });
         let ids = tokens(72, model.config.vocab_size);
         let expected = model.reference(&ids);
@@ -180,7 +186,26 @@ fn a_small_model_in_all_kinds_of_steps() {
         let again = fresh(&mut backend, &ids[..67]);
         let Ok(Output::Sampled(greedy)) = &outputs[0] else { panic!("{outputs:?}") };
         assert_eq!(greedy.token, lily_model::sample::argmax(&again[66]));
+        let side_by_side = four_side_by_side(&mut backend, &ids);
+        assert_close(&format!("{stored:?}, side by side"), &side_by_side, &expected[4..12], CACHED);
     }
+}
+
+/// Logits of tokens 4 to 11 of a sequence among four, the last two of them alone again.
+fn four_side_by_side(backend: &mut CudaBackend, ids: &[u32]) -> Vec<Vec<f32>> {
+    let seqs: Vec<SeqId> = (0..4).map(|_| backend.create(12).unwrap()).collect();
+    for seq in &seqs {
+        feed(backend, *seq, 0, &ids[..4]);
+    }
+    let mut logits = Vec::new();
+    for i in 4..10 {
+        let segments = seqs.iter().map(|seq| segment(*seq, i, &ids[i..=i], Want::Logits(Rows::All)));
+        let output = step(backend, segments.collect()).remove(0).unwrap();
+        logits.extend(rows(output, backend.limits().vocab_size));
+    }
+    logits.extend(feed(backend, seqs[0], 10, &ids[10..12]));
+    seqs.into_iter().for_each(|seq| backend.free(seq).unwrap());
+    logits
 }
 
 #[test]

@@ -13,7 +13,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use lily_cuda::CudaBackend;
-use lily_cuda::profile::Profile;
+use lily_cuda::profile::{Profile, TOKENS as PROFILED};
 use lily_model::backend::{Backend, Batch, Segment, SeqId, Ticket, Tokens, Want};
 use lily_model::config::Config;
 use lily_model::load::load_weights;
@@ -107,7 +107,7 @@ pub fn bench(args: &Bench, global: &Global) -> Result<()> {
     };
     let Subject { name, config, prompts, weights } = Subject::load(args, global)?;
     let sequences = args.batch.iter().max().copied().unwrap_or(1);
-    let context = longest(args).saturating_add(args.decode_tokens);
+    let context = longest(args).saturating_add(decoded(args));
     let size = Size { context, sequences, snapshot_bytes: 0, chunk: args.reading.ubatch_size };
     let (mut opened, machine) = open(global, gpu, &config, weights, size)?;
     let chunk = device::chunk(opened.backend().limits(), sequences);
@@ -176,9 +176,14 @@ impl Subject {
     }
 }
 
+/// Tokens behind the longest prompt that there must be room for.
+fn decoded(args: &Bench) -> u32 {
+    if args.profile { args.decode_tokens.max(PROFILED) } else { args.decode_tokens }
+}
+
 /// Prompts of all lengths, if the model takes them.
 fn scattered_prompts(args: &Bench, config: &Config) -> Result<Vec<Prompt>> {
-    let (longest, more) = (longest(args), args.decode_tokens);
+    let (longest, more) = (longest(args), decoded(args));
     if let Err(e) = context(Some(longest.saturating_add(more)), config) {
         bail!(UsageError(format!("{longest} tokens of prompt and {more} more: {e}")));
     }

@@ -1,7 +1,7 @@
 //! The delta rule of kernels/gdn.cu against the same in f64 (docs/model-spec.md, section 3).
 
 use lily_cuda::driver::Context;
-use lily_cuda::gdn;
+use lily_cuda::gdn::{self, PENDING, update_len};
 use lily_model::config::{Config, GdnConfig};
 
 use crate::common::random::{self, Numbers};
@@ -29,6 +29,8 @@ struct Inputs {
     gain: Vec<f32>,
     states: Vec<f32>,
     convs: Vec<f32>,
+    /// Of each slot.
+    logs: Vec<f32>,
 }
 
 /// What a segment of so many rows reads, by index: the slot of its state and which of the two conv states.
@@ -36,6 +38,17 @@ fn place(segment: usize) -> (usize, usize) {
     (segment * 2 % 5, segment % 2)
 }
 const SLOTS: usize = 5;
+
+/// How many updates wait in a segment's log, and whether its own is left there.
+fn log(kernel: Kernel, segment: usize, rows: usize) -> (usize, bool) {
+    match kernel {
+        Kernel::Columns => (0, false),
+        Kernel::Heads => {
+            let pending = segment * 3 % (PENDING + 1);
+            (pending, rows == 1 && pending < PENDING)
+        }
+    }
+}
 
 /// A kernel.
 #[derive(Clone, Copy, Debug)]
@@ -46,86 +59,115 @@ pub enum Kernel {
     Heads,
 }
 
-/// Runs a kernel for segments of `rows` rows.
+/// Runs a kernel for segments of `rows` rows; that for whole heads once more behind `settle`, with the same result to the bit.
 pub fn run(e: &Emulator, c: &Config, kernel: Kernel, rows: &[usize], seed: u64) -> Result<(), String> {
-    let (g, mut numbers, all) = (&c.gdn, Numbers(seed), rows.iter().sum::<usize>());
-    let (value, past) = (g.value_width(), g.conv_kernel - 1);
-    let channels = 2 * g.key_heads * g.key_dim + value;
-    let width = channels + value + 2 * g.value_heads;
-    let (state, conv) = (g.value_heads * g.key_dim * g.value_dim, 2 * past * channels);
-    let mut reals = |n| numbers.reals(n, 0.0, 1.0);
-    let inputs = Inputs {
-        rows: rows.to_vec(),
-        projected: reals(all * width),
-        taps: reals(channels * g.conv_kernel),
-        a_log: reals(g.value_heads),
-        bias: reals(g.value_heads),
-        gain: reals(g.value_dim),
-        states: reals(SLOTS * state),
-        convs: reals(SLOTS * conv),
-    };
-    let mut first = 0;
-    let mut segments = Vec::new();
-    for (i, &rows) in rows.iter().enumerate() {
-        let (slot, parity) = place(i);
-        segments.extend([first, rows as u32, 0, slot as u32, u32::MAX, parity as u32, 0, 0]);
-        first += rows as u32;
-    }
-    let segments = e.words(&segments);
-    let vectors =
-        [&inputs.projected, &inputs.taps, &inputs.a_log, &inputs.bias, &inputs.gain].map(|v| e.floats(v));
-    let (states, convs) = (e.floats(&inputs.states), e.floats(&inputs.convs));
-    let (gated, squares) = (e.unwritten(all * value * 4), e.unwritten(all * value / 32 * 4));
-    let mut arguments = vec![segments.address()];
-    arguments.extend(vectors.iter().map(|v| v.address()));
-    arguments.extend([
-        states.address(),
-        state as u64,
-        convs.address(),
-        conv as u64,
-        gated.address(),
-        squares.address(),
-        0,
-        0,
-    ]);
-    let heads = (g.value_heads * rows.len()) as u32;
-    let shape = Shape { grid: [heads * 4, 1], threads: THREADS, cluster: 1, together: 4, shared: 0 };
-    let (name, shape) = match kernel {
-        Kernel::Columns => ("delta_1", shape),
-        Kernel::Heads => {
-            let shared = gdn::shared_memory(g, &Context::h200()).unwrap();
-            ("delta_4", Shape { grid: [heads, 1], threads: 128, shared, ..shape })
-        }
-    };
-    e.launch(name, shape, &arguments, seed)?;
-    let expected = inputs.expected(c);
-    let got = [gated.floats(), squares.floats(), states.floats(), convs.floats()];
-    for ((what, got), expected) in ["gated", "squares", "states", "convs"].into_iter().zip(got).zip(expected)
-    {
+    let inputs = Inputs::new(c, rows, seed);
+    let expected = inputs.expected(c, kernel);
+    let got = inputs.launch(e, c, kernel, false, seed)?;
+    let names = ["gated", "squares", "states", "convs", "logs"];
+    for ((what, got), expected) in names.into_iter().zip(&got).zip(expected) {
         for (i, (&got, expected)) in got.iter().zip(expected).enumerate() {
             let off = (f64::from(got) - expected).abs();
             // Sums of 72 products in f32, over a few rows.
             if off.is_nan() || off > 2e-5 * (1.0 + expected.abs()) {
-                return Err(format!("{name}, {what} {i}: {got}, expected {expected}"));
+                return Err(format!("{kernel:?}, {what} {i}: {got}, expected {expected}"));
             }
         }
     }
-    Ok(())
+    if matches!(kernel, Kernel::Columns) {
+        return Ok(());
+    }
+    let settled = inputs.launch(e, c, kernel, true, seed)?;
+    // Gated readouts and squares, which all of the states go into.
+    match got[..2] == settled[..2] {
+        true => Ok(()),
+        false => Err("settled states give other readouts than replayed updates".to_owned()),
+    }
 }
 
 impl Inputs {
-    /// Gated readouts, sums of squares of 32 columns, states and conv states.
-    fn expected(&self, c: &Config) -> [Vec<f64>; 4] {
+    fn new(c: &Config, rows: &[usize], seed: u64) -> Self {
+        let (g, all, mut numbers) = (&c.gdn, rows.iter().sum::<usize>(), Numbers(seed));
+        let mut reals = |n| numbers.reals(n, 0.0, 1.0);
+        Self {
+            rows: rows.to_vec(),
+            projected: reals(all * (g.conv_channels() + g.value_width() + 2 * g.value_heads)),
+            taps: reals(g.conv_channels() * g.conv_kernel),
+            a_log: reals(g.value_heads),
+            bias: reals(g.value_heads),
+            gain: reals(g.value_dim),
+            states: reals(SLOTS * g.state_len()),
+            convs: reals(SLOTS * 2 * g.conv_state_len()),
+            logs: reals(SLOTS * PENDING * update_len(g)),
+        }
+    }
+
+    /// What a kernel makes of them: as [`Inputs::expected`].
+    fn launch(
+        &self,
+        e: &Emulator,
+        c: &Config,
+        kernel: Kernel,
+        settle: bool,
+        seed: u64,
+    ) -> Result<[Vec<f32>; 5], String> {
+        let (g, all) = (&c.gdn, self.rows.iter().sum::<usize>());
+        let vectors = [&self.projected, &self.taps, &self.a_log, &self.bias, &self.gain].map(|v| e.floats(v));
+        let [states, convs, logs] = [&self.states, &self.convs, &self.logs].map(|v| e.floats(v));
+        let shape =
+            Shape { grid: [g.value_heads as u32, 1], threads: 128, cluster: 1, together: 4, shared: 0 };
+        let (mut first, mut segments) = (0, Vec::new());
+        for (i, &rows) in self.rows.iter().enumerate() {
+            let (slot, parity) = place(i);
+            let (mut pending, defers) = log(kernel, i, rows);
+            if settle {
+                let at = |floats: usize| (slot * 4 * floats) as u64;
+                let states = states.address() + at(g.state_len());
+                let logs = logs.address() + at(PENDING * update_len(g));
+                e.launch("settle", shape, &[states, logs, pending as u64], seed)?;
+                pending = 0;
+            }
+            segments.extend([first, rows as u32, 0, slot as u32, u32::MAX, parity as u32, 0, 0]);
+            segments.extend([pending as u32, u32::from(defers)]);
+            first += rows as u32;
+        }
+        let segments = e.words(&segments);
+        let width = all * g.value_width();
+        let (gated, squares) = (e.unwritten(width * 4), e.unwritten(width / 32 * 4));
+        let mut arguments = vec![segments.address()];
+        arguments.extend(vectors.iter().map(|v| v.address()));
+        arguments.extend([states.address(), g.state_len() as u64]);
+        arguments.extend([convs.address(), 2 * g.conv_state_len() as u64]);
+        arguments.extend([gated.address(), squares.address(), 0, 0, logs.address(), PENDING as u64]);
+        let heads = (g.value_heads * self.rows.len()) as u32;
+        let (name, shape) = match kernel {
+            Kernel::Columns => ("delta_1", Shape { grid: [heads * 4, 1], threads: THREADS, ..shape }),
+            Kernel::Heads => {
+                let shared = gdn::shared_memory(g, &Context::h200()).unwrap();
+                ("delta_4", Shape { grid: [heads, 1], shared, ..shape })
+            }
+        };
+        e.launch(name, shape, &arguments, seed)?;
+        Ok([gated.floats(), squares.floats(), states.floats(), convs.floats(), logs.floats()])
+    }
+
+    /// Gated readouts, sums of squares of 32 columns, states, conv states and logs.
+    fn expected(&self, c: &Config, kernel: Kernel) -> [Vec<f64>; 5] {
         let g = &c.gdn;
         let (keys, value, past) = (g.key_heads * g.key_dim, g.value_width(), g.conv_kernel - 1);
         let channels = 2 * keys + value;
         let width = channels + value + 2 * g.value_heads;
         let wide = |v: &[f32]| v.iter().map(|&x| f64::from(x)).collect::<Vec<f64>>();
-        let (mut states, mut convs) = (wide(&self.states), wide(&self.convs));
+        let [mut all_states, mut convs, mut logs] = [&self.states, &self.convs, &self.logs].map(|v| wide(v));
         let (mut gated, mut squares, mut row) = (Vec::new(), Vec::new(), 0);
         for (segment, &rows) in self.rows.iter().enumerate() {
             let (slot, parity) = place(segment);
             let conv = &mut convs[slot * 2 * past * channels..][..2 * past * channels];
+            let (pending, defers) = log(kernel, segment, rows);
+            let log = &mut logs[slot * PENDING * update_len(g)..][..PENDING * update_len(g)];
+            let written = all_states.clone();
+            let states = &mut all_states[slot * g.state_len()..][..g.state_len()];
+            log.chunks_exact(update_len(g)).take(pending).for_each(|update| replay(g, update, states));
             let mut window = conv[parity * past * channels..][..past * channels].to_vec();
             for _ in 0..rows {
                 let u = wide(&self.projected[row * width..][..width]);
@@ -145,12 +187,11 @@ impl Inputs {
                 window.drain(..channels);
                 for head in 0..g.value_heads {
                     let key_head = head / (g.value_heads / g.key_heads);
-                    let unit = |v: &[f64]| {
-                        let norm = (v.iter().map(|x| x * x).sum::<f64>() + 1e-6).sqrt();
-                        v.iter().map(|x| x / norm).collect::<Vec<f64>>()
-                    };
+                    let norm = |v: &[f64]| (v.iter().map(|x| x * x).sum::<f64>() + 1e-6).sqrt();
+                    let unit = |v: &[f64]| v.iter().map(|x| x / norm(v)).collect::<Vec<f64>>();
                     let q = unit(&mixed[key_head * g.key_dim..][..g.key_dim]);
-                    let k = unit(&mixed[keys + key_head * g.key_dim..][..g.key_dim]);
+                    let raw_k = &mixed[keys + key_head * g.key_dim..][..g.key_dim];
+                    let k = unit(raw_k);
                     let v = &mixed[2 * keys + head * g.value_dim..][..g.value_dim];
                     let (z, b, a) = (
                         channels + head * g.value_dim,
@@ -160,8 +201,8 @@ impl Inputs {
                     let softplus = (u[a] + f64::from(self.bias[head])).exp().ln_1p();
                     let alpha = (-f64::from(self.a_log[head]).exp() * softplus).exp();
                     let beta = 1.0 / (1.0 + (-u[b]).exp());
-                    let state = &mut states[(slot * g.value_heads + head) * g.key_dim * g.value_dim..]
-                        [..g.key_dim * g.value_dim];
+                    let state = &mut states[head * g.key_dim * g.value_dim..][..g.key_dim * g.value_dim];
+                    let mut steps = Vec::new();
                     let mut outs = Vec::new();
                     for column in 0..g.value_dim {
                         let at = |i: usize| i * g.value_dim + column;
@@ -172,12 +213,34 @@ impl Inputs {
                             / (g.key_dim as f64).sqrt();
                         gated.push(out * f64::from(self.gain[column]) * silu(u[z + column]));
                         outs.push(out);
+                        steps.push(step / norm(raw_k));
+                    }
+                    if defers {
+                        let own = &mut log[pending * update_len(g)..];
+                        own[key_head * g.key_dim..][..g.key_dim].copy_from_slice(raw_k);
+                        own[keys + head * g.value_dim..][..g.value_dim].copy_from_slice(&steps);
+                        own[keys + value + head] = alpha;
                     }
                     squares.extend(outs.chunks(32).map(|o| o.iter().map(|x| x * x).sum::<f64>()));
                 }
             }
             conv[(1 - parity) * past * channels..][..past * channels].copy_from_slice(&window);
+            if defers {
+                all_states = written;
+            }
         }
-        [gated, squares, states, convs]
+        [gated, squares, all_states, convs, logs]
+    }
+}
+
+/// Adds an update of a log to the states of a layer.
+fn replay(g: &GdnConfig, update: &[f64], states: &mut [f64]) {
+    let (k, rest) = update.split_at(g.key_heads * g.key_dim);
+    let (step, alpha) = rest.split_at(g.value_width());
+    for (i, s) in states.iter_mut().enumerate() {
+        let (row, column) = (i / g.value_dim, i % g.value_dim);
+        let (head, key) = (row / g.key_dim, row % g.key_dim);
+        let key_head = head / (g.value_heads / g.key_heads);
+        *s = alpha[head] * *s + k[key_head * g.key_dim + key] * step[head * g.value_dim + column];
     }
 }
