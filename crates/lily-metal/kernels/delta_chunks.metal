@@ -322,7 +322,7 @@ kernel void delta_chunks(
         for (uint row = simdgroup; row < count; row += CHUNKS_SIMDGROUPS) {
             const float o = tile[row * LANES + lane];
             const float total = simd_sum(o * o);
-            outputs[ulong(first + row) * VALUE_WIDTH + head * VALUE_DIM + column] = o;
+            outputs[(first + row) * VALUE_WIDTH + head * VALUE_DIM + column] = o;
             if (lane == 0) {
                 squares[((first + row) * VALUE_HEADS + head) * COLUMN_BLOCKS + group.x] = total;
             }
