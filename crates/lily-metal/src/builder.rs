@@ -55,8 +55,9 @@ impl<'a> Builder<'a> {
         Self { config, segments, modules, features, plan, index: HashMap::new(), touched: Vec::new() }
     }
 
-    /// The whole.
-    pub fn finish(self) -> Plan {
+    /// The whole, stage by stage, so that there is a barrier for each stage and no more: segments' launches are made one after another.
+    pub fn finish(mut self) -> Plan {
+        self.plan.launches.sort_by_key(|launch| launch.stage);
         self.plan
     }
 

@@ -86,15 +86,21 @@ type Before<'a> = &'a mut dyn FnMut(&Launch, &mut Machine, &mut Step);
 
 /// Runs a step launch by launch and checks what each one leaves.
 fn check_step(name: &str, machine: &mut Machine, step: &mut Step, before: Before) {
-    let (mut layer, mut inputs) = (0, HashMap::new());
+    let (mut layer, mut prepared) = (0, HashMap::new());
     for launch in step.plan.launches.clone() {
         before(&launch, machine, step);
-        inputs = check_launch(name, machine, step, layer, &launch, inputs);
+        let segment = step.plan.segment_of(&launch);
+        // Together they do what is known of tokens one after another.
+        let earlier = if launch.kernel == "delta_chunks" { prepared.remove(&segment) } else { None };
+        let inputs = check_launch(name, machine, step, layer, &launch, earlier.unwrap_or_default());
+        if launch.kernel == "prepare_chunks" {
+            prepared.insert(segment, inputs);
+        }
         layer += usize::from(matches!(launch.kernel, "down" | "sum_slots"));
     }
 }
 
-/// `earlier`: what the launch before was bound to; gives what this one was.
+/// `earlier`: what else the values follow from; gives what the launch was bound to.
 fn check_launch(
     name: &str,
     machine: &mut Machine,
@@ -109,9 +115,7 @@ fn check_launch(
         launch.bindings.iter().map(|b| (contents(step, b), values(machine, step, b))).collect()
     };
     let mut before: HashMap<_, _> = before(machine, step);
-    if kernel == "delta_chunks" {
-        earlier.into_iter().for_each(|(contents, values)| _ = before.entry(contents).or_insert(values));
-    }
+    earlier.into_iter().for_each(|(contents, values)| _ = before.entry(contents).or_insert(values));
     let position = before.get(&Contents::Position).map_or(0, |p| p[0].to_bits() as usize);
     let (config, weights) = (&model.config, &model.weights);
     let launched = Launched { config, weights, layer, position, kv, before };

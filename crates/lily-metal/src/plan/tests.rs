@@ -99,6 +99,11 @@ fn sequences_do_not_wait_for_each_other() {
     let stages = |segments: &[(usize, Want)]| step(segments).stages();
     assert_eq!(stages(&[(1, Want::Last); 2]), stages(&[(1, Want::Last); 8]));
     assert_eq!(stages(&[(64, Want::All)]), stages(&[(40, Want::All), (16, Want::All), (8, Want::All)]));
+    // A barrier stands wherever the stage is another.
+    for plan in plans() {
+        let barriers = plan.launches.chunk_by(|a, b| a.stage == b.stage).count();
+        assert_eq!(barriers, plan.stages());
+    }
 }
 
 /// Tensor operations take the place of other kernels, in the same stages; a token and a draft are as without them.

@@ -277,7 +277,7 @@ impl Bench<'_> {
 
     /// Runs a step launch by launch and checks what each one leaves.
     fn run(&mut self, step: &Step, outcomes: &mut [Outcome]) {
-        let (mut layer, mut earlier) = (0, HashMap::new());
+        let (mut layer, mut prepared) = (0, HashMap::new());
         for launch in &step.plan.launches {
             let Some(outcome) = outcomes.iter_mut().find(|o| o.kernel == launch.kernel) else { continue };
             let contents = |b: &Binding| step.plan.buffers[b.buffer].contents.clone();
@@ -286,9 +286,13 @@ impl Bench<'_> {
             // By their names alone.
             let weights = launch.bindings.iter().map(contents).filter(Contents::is_weight);
             before.extend(weights.map(|c| (c, Vec::new())));
-            if launch.kernel == "delta_chunks" {
+            let segment = step.plan.segment_of(launch);
+            if launch.kernel == "delta_chunks"
+                && let Some(prepared) = prepared.remove(&segment)
+            {
                 // Together they do what is known of tokens one after another.
-                earlier
+                let prepared: HashMap<Contents, Vec<f32>> = prepared;
+                prepared
                     .into_iter()
                     .for_each(|(contents, values)| _ = before.entry(contents).or_insert(values));
             }
@@ -301,7 +305,9 @@ impl Bench<'_> {
                 Err(error) => outcome.fault(position, layer, &error.to_string()),
             }
             self.check(step, launch, &launched, outcome);
-            earlier = launched.before;
+            if launch.kernel == "prepare_chunks" {
+                prepared.insert(segment, launched.before);
+            }
             outcome.launches += 1;
             layer += usize::from(matches!(launch.kernel, "down" | "sum_slots"));
         }
@@ -382,7 +388,7 @@ impl Bench<'_> {
         of: &dyn Fn(&Contents) -> Vec<f32>,
     ) {
         let word = |contents: &Contents| of(contents).first().map(|x| x.to_bits());
-        let segment = launch.bindings.iter().map(|b| step.plan.buffers[b.buffer].segment).max().unwrap_or(0);
+        let segment = step.plan.segment_of(launch);
         let rows = launched.before.keys().find_map(|c| match c {
             Contents::Numbers(words) => words.first().copied(),
             _ => None,
