@@ -91,7 +91,7 @@ struct Delta {
     float* gated;    // [rows, VALUE_HEADS * DV]: the readout times norm gain and SiLU(z) but not 1 / rms
     float* squares;  // [rows, VALUE_HEADS, VALUE_SPLIT], for that
     Columns to;      // or, of whole heads, all of it as columns
-    Update* updates;     // per slot PENDING of them: what is not in its states yet. Of whole heads
+    Update* updates;  // per slot PENDING of them: what is not in its states yet. Of whole heads
     u64 update_stride;
     __device__ __forceinline__ float* state(const Segment& segment, u32 head) const {
         return states + segment.slot * state_stride + (u64)head * (DK * DV);

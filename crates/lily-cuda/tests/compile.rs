@@ -69,7 +69,8 @@ fn shapes_of_all_models_compile() {
     let cache = std::env::var_os("LILY_CUDA_CACHE").map(std::path::PathBuf::from);
     let real = Config::from_json(CONFIG_35B_A3B).unwrap();
     let small = ["dense", "demo"].map(|form| common::load(form).config);
-    let random = [random::config(&[]), random::one_expert(&[]), random::real_attention(&[])];
+    let random =
+        [random::config, random::whole_heads, random::one_expert, random::real_attention].map(|of| of(&[]));
     for config in small.iter().chain(&random).chain([&real]) {
         for source in SOURCES.iter().filter(|s| (s.fits)(config, 90)) {
             let options = options(config, "sm_90a");

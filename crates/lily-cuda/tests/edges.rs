@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::random::{Stored, config, model, one_expert, scale_rows, zeros};
+use common::random::{Stored, config, model, one_expert, scale_rows, whole_heads, zeros};
 use common::{Model, assert_close, device, feed, fresh, options, rows, segment, step, tokens};
 use lily_cpu::reference::{Reference, State};
 use lily_cpu::tap::no_tap;
@@ -148,14 +148,11 @@ fn a_small_model_in_all_kinds_of_steps() {
     if !device() {
         return;
     }
-    // Value heads of 128 have a kernel of their own, for four sequences and more.
-    let mut whole_heads = config(&[Gdn, Attention]);
-    whole_heads.gdn.value_dim = 128;
     for (config, stored, fast_decode) in [
         (config(&[Gdn, Attention]), Stored::Quantised, true),
         (config(&[Gdn, Attention]), Stored::Quantised, false),
         (config(&[Gdn, Attention]), Stored::Mixed, true),
-        (whole_heads, Stored::Quantised, true),
+        (whole_heads(&[Gdn, Attention]), Stored::Quantised, true),
     ] {
         let model = model(config, 16, stored);
         let mut backend = model.backend_with(&Options { fast_decode, ..options() });

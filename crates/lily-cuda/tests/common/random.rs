@@ -88,6 +88,13 @@ pub fn config(layers: &[LayerKind]) -> Config {
     }
 }
 
+/// The same with value heads of 128, for which steps of four sequences and more have a kernel of their own.
+pub fn whole_heads(layers: &[LayerKind]) -> Config {
+    let mut config = config(layers);
+    config.gdn.value_dim = 128;
+    config
+}
+
 /// The same with one expert a token, out of more than the kernels rank by counting (`CANDIDATES`) if all are equal.
 pub fn one_expert(layers: &[LayerKind]) -> Config {
     let mut config = config(layers);
