@@ -21,7 +21,7 @@ struct Tiles {
 };
 
 /// Norms and rotation: queries go to `q`, `[rows, HEADS, HEAD_DIM]`, scaled; keys and values are appended to the cache. Threadgroups
-/// behind the last row fill its block with zeros, so that `attend_rows` never multiplies with what was not written.
+/// behind the last row fill its page with zeros, so that `attend_rows` and `attend_tensor` never multiply with what was not written.
 [[max_total_threads_per_threadgroup(256)]]
 kernel void append(
     const device float* queries [[buffer(0)]],
@@ -46,7 +46,7 @@ kernel void append(
     const uint kv_head = group.x;
     const uint row = group.y;
     const uint at = position[0] + row;
-    const uint end = (position[0] + rows[0] + POSITIONS - 1) / POSITIONS * POSITIONS;
+    const uint end = (position[0] + rows[0] + PAGE - 1) / PAGE * PAGE;
     if (at >= end) {
         return;
     }

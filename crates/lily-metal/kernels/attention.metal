@@ -250,16 +250,10 @@ kernel void attend(
 }
 
 /// Merges the parts of a query head of a token and applies the output gate.
-[[max_total_threads_per_threadgroup(256)]]
-kernel void combine(
-    const device float* queries [[buffer(0)]],
-    const device float* parts [[buffer(1)]],
-    const device float* weights [[buffer(2)]],
-    const device uint* position [[buffer(3)]],
-    const device Chunk* chunk [[buffer(4)]],
-    device float* attended [[buffer(5)]],
-    uint2 group [[threadgroup_position_in_grid]],
-    uint thread_index [[thread_index_in_threadgroup]]
+template <class To>
+inline void merge_parts(
+    const device float* queries, const device float* parts, const device float* weights, const device uint* position,
+    const device Chunk* chunk, device To* attended, uint2 group, uint thread_index
 ) {
     const uint count = position[0] + chunk->rows;
     const uint length = part_length(count, chunk->parts);
@@ -281,8 +275,22 @@ kernel void combine(
             sum += exp(of_part[2 * p] - highest) * mine[p * HEAD_DIM + i];
         }
         const float gate = queries[ulong(2 * head + 1) * HEAD_DIM + i];
-        attended[ulong(head) * HEAD_DIM + i] = sum / total * sigmoid(gate);
+        attended[ulong(head) * HEAD_DIM + i] = To(sum / total * sigmoid(gate));
     }
+}
+
+[[max_total_threads_per_threadgroup(256)]]
+kernel void combine(
+    const device float* queries [[buffer(0)]],
+    const device float* parts [[buffer(1)]],
+    const device float* weights [[buffer(2)]],
+    const device uint* position [[buffer(3)]],
+    const device Chunk* chunk [[buffer(4)]],
+    device float* attended [[buffer(5)]],
+    uint2 group [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]]
+) {
+    merge_parts(queries, parts, weights, position, chunk, attended, group, thread_index);
 }
 
 /// The output projection and the residual: x += W y.

@@ -1,4 +1,5 @@
-// The delta rule of many tokens of one sequence, DELTA_CHUNK of them at a time: `prepare_chunks`, then `delta_chunks`.
+// The delta rule of many tokens of one sequence, DELTA_CHUNK of them at a time: `prepare_chunks`, `delta_chunks`, then `gate_heads`, so
+// that the projection z, which that alone needs, may run beside the delta rule.
 //
 // With the state S before a chunk, decays alpha, strengths beta, and L_ij the product of alpha over tokens j + 1 to i, the
 // recurrence of `delta` says of the chunk's tokens together, e_i being what token i adds to the state along its key:
@@ -236,24 +237,22 @@ inline void settle(
 }
 
 /// The delta rule of one value head's 32 columns, chunk by chunk. A SIMD-group has 8 columns of the state as matrices. Leaves what
-/// `delta` does, and writes the state.
+/// `delta` does, but for gain and gate, and writes the state.
 [[max_total_threads_per_threadgroup(128)]]
 kernel void delta_chunks(
     const device float* qkv [[buffer(0)]],
     const device float* taps [[buffer(1)]],
-    const device float* z [[buffer(2)]],
-    const device float* gains [[buffer(3)]],
-    const device uint* position [[buffer(4)]],
-    const device uint* rows [[buffer(5)]],
-    const device float* conv [[buffer(6)]],
-    const device float* keys [[buffer(7)]],
-    const device float* queries [[buffer(8)]],
-    const device float* matrices [[buffer(9)]],
-    device float* state [[buffer(10)]],
-    const device float* log [[buffer(11)]],
-    device uint* pending [[buffer(12)]],
-    device float* gated [[buffer(13)]],
-    device float* squares [[buffer(14)]],
+    const device uint* position [[buffer(2)]],
+    const device uint* rows [[buffer(3)]],
+    const device float* conv [[buffer(4)]],
+    const device float* keys [[buffer(5)]],
+    const device float* queries [[buffer(6)]],
+    const device float* matrices [[buffer(7)]],
+    device float* state [[buffer(8)]],
+    const device float* log [[buffer(9)]],
+    device uint* pending [[buffer(10)]],
+    device float* outputs [[buffer(11)]],
+    device float* squares [[buffer(12)]],
     threadgroup float* tile [[threadgroup(0)]],
     uint2 group [[threadgroup_position_in_grid]],
     uint simdgroup [[simdgroup_index_in_threadgroup]],
@@ -350,8 +349,7 @@ kernel void delta_chunks(
         for (uint row = simdgroup; row < count; row += CHUNKS_SIMDGROUPS) {
             const float o = tile[row * LANES + lane];
             const float total = simd_sum(o * o);
-            const ulong to = ulong(first + row) * VALUE_WIDTH + head * VALUE_DIM + column;
-            gated[to] = o * gains[column] * silu(z[to]);
+            outputs[(first + row) * VALUE_WIDTH + head * VALUE_DIM + column] = o;
             if (lane == 0) {
                 squares[((first + row) * VALUE_HEADS + head) * COLUMN_BLOCKS + group.x] = total;
             }
@@ -360,5 +358,29 @@ kernel void delta_chunks(
 #pragma unroll
     for (uint d = 0; d < KEY_BLOCKS; ++d) {
         simdgroup_store(s[d], mine + d * DELTA_BLOCK * VALUE_DIM, VALUE_DIM);
+    }
+}
+
+/// Value `i` of a token's heads with gain, gate and norm. Rows are those of the launch.
+inline float gated_value(
+    const device float* squares, const device float* z, const device float* gains, const device float* read, ulong row, uint i
+) {
+    const ulong at = row * VALUE_WIDTH + i;
+    return read[at] * gains[i % VALUE_DIM] * silu(z[at]) * head_factor(squares, uint(row) * VALUE_HEADS + i / VALUE_DIM);
+}
+
+/// Gain, gate and the norm of each head of what `delta_chunks` leaves.
+[[max_total_threads_per_threadgroup(256)]]
+kernel void gate_heads(
+    const device float* squares [[buffer(0)]],
+    const device float* z [[buffer(1)]],
+    const device float* gains [[buffer(2)]],
+    device float* gated [[buffer(3)]],
+    uint2 group [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]]
+) {
+    const uint i = group.x * 256 + thread_index;
+    if (i < VALUE_WIDTH) {
+        gated[ulong(group.y) * VALUE_WIDTH + i] = gated_value(squares, z, gains, gated, group.y, i);
     }
 }

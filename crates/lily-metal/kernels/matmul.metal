@@ -1,4 +1,4 @@
-// Many rows times one matrix: `norm_rows`, `matmul`, `matmul_16`, `matmul_router`, `matmul_few`.
+// Many rows times one matrix: `norm_rows`, `matmul`, `matmul_16`, `matmul_router`, `matmul_router_32`, `matmul_few`.
 //
 // A tile is 64 outputs of 16 * BLOCKS rows. Its four SIMD-groups have a quarter of it each, as 8x8 matrices; inputs and
 // dequantised weights come through threadgroup memory, TILE_COLS inputs at a time. All of it is f32, as in the kernels of one
@@ -59,12 +59,12 @@ kernel void norm_rows(
     }
 }
 
-/// Values of 16 inputs from `at` on, rounded to T.
-template <uint BITS, class T> inline void dequantise(Matrix m, ulong at, threadgroup T* to) {
+/// Values of 16 inputs from `at` on.
+template <uint BITS> inline void dequantise(Matrix m, ulong at, threadgroup float* to) {
     if (BITS == 16) {
         const device bfloat* values = (const device bfloat*)m.codes + at;
         for (uint i = 0; i < INPUTS; ++i) {
-            to[i] = T(float(values[i]));
+            to[i] = float(values[i]);
         }
         return;
     }
@@ -75,7 +75,7 @@ template <uint BITS, class T> inline void dequantise(Matrix m, ulong at, threadg
     for (uint i = 0; i < INPUTS / CODES; ++i) {
         const uint word = words[i];
         for (uint j = 0; j < CODES; ++j) {
-            to[i * CODES + j] = T(scale * float(word >> (j * BITS) & ((1u << BITS) - 1)) + bias);
+            to[i * CODES + j] = scale * float(word >> (j * BITS) & ((1u << BITS) - 1)) + bias;
         }
     }
 }
@@ -212,6 +212,25 @@ kernel void matmul_router(
 ) {
     const Matrix m = {codes, scales, biases};
     product_tile<1, ROUTER_BITS>(x, m, product, y, tile, group, thread_index, simdgroup);
+}
+
+/// A product with a router's matrix, 32 rows a tile: the fewer of its weights a product has to itself, the
+/// more of the time goes to threadgroup memory.
+[[max_total_threads_per_threadgroup(128)]]
+kernel void matmul_router_32(
+    const device float* x [[buffer(0)]],
+    const device uchar* codes [[buffer(1)]],
+    const device bfloat* scales [[buffer(2)]],
+    const device bfloat* biases [[buffer(3)]],
+    const device Product* product [[buffer(4)]],
+    device float* y [[buffer(5)]],
+    threadgroup float* tile [[threadgroup(0)]],
+    uint2 group [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]]
+) {
+    const Matrix m = {codes, scales, biases};
+    product_tile<2, ROUTER_BITS>(x, m, product, y, tile, group, thread_index, simdgroup);
 }
 
 /// Values of FEW_INPUTS inputs from `at` on.

@@ -3,9 +3,9 @@
 
 use std::ops::Range;
 
-use crate::builder::{Bindings, Builder, F16, F32, POSITIONS};
+use crate::builder::{Bindings, Builder, F16, F32, POSITIONS, TENSOR_ROWS};
 use crate::launches::{HEAD_SIMDGROUPS, MIXER_SIMDGROUPS, PRODUCT_ROWS};
-use crate::plan::{Access, Contents, Features, KvType, LANES, PARTS, State, Want, is_router};
+use crate::plan::{Access, Contents, Features, KvType, LANES, PAGE, PARTS, Segment, State, Want, is_router};
 
 /// Rows that `matmul_few` takes at most: `FEW` of `matmul.metal`. Of more tokens the experts are grouped.
 const FEW: usize = 8;
@@ -13,15 +13,18 @@ const FEW: usize = 8;
 const TILE_THREADS: usize = 128;
 /// Outputs of a tile.
 const TILE_OUTS: usize = 64;
-/// Rows of a tile of `matmul` and `matmul_tensor`.
+/// Rows of a tile of `matmul`.
 const TILE_ROWS: usize = 64;
 /// Rows of a tile of `matmul_16` and `matmul_router`.
 const SMALL_TILE_ROWS: usize = 16;
+/// Rows of a tile of `matmul_router_32`.
+const ROUTER_TILE_ROWS: usize = 32;
 /// Up to so many rows, small tiles multiply less in all.
 const SMALL: usize = 32;
 /// Numbers of a row of inputs or weights in threadgroup memory: `TILE_STRIDE` of `matmul.metal`.
 const TILE_STRIDE: usize = 36;
-/// Inputs that the tensor operations' tiles have at a time: `TENSOR_COLS` of `tensor_matmul.metal`.
+/// Outputs of the tensor operations' tiles, and inputs that they have at a time: as `tensor_matmul.metal` names them.
+const TENSOR_OUTS: usize = 128;
 const TENSOR_COLS: usize = 64;
 /// Rows of a tile of `matmul_tensor_32`.
 const SMALL_TENSOR_ROWS: usize = 32;
@@ -51,9 +54,32 @@ fn tile_memory(rows: usize) -> Vec<usize> {
     vec![((rows + TILE_OUTS) * TILE_STRIDE).max(rows * TILE_OUTS) * F32]
 }
 
-/// The same of tensor operations, whose sums stay in registers; `outs`: rows of weights.
-fn tensor_memory(rows: usize, outs: usize) -> Vec<usize> {
-    vec![(rows + outs) * TENSOR_COLS * F16]
+/// The same of tensor operations: weights alone, or afterwards the sums of `PAIR_ROWS` rows.
+const TENSOR_MEMORY: usize = TENSOR_OUTS * TENSOR_COLS * F16;
+const _: () = assert!(TENSOR_MEMORY >= PAIR_ROWS * TENSOR_OUTS * F32);
+
+/// How the rows of a norm are wanted.
+#[derive(Clone, Copy, PartialEq)]
+enum Form {
+    /// As they are.
+    Plain,
+    /// Rounded to half, for tensor operations.
+    Half,
+    Both,
+}
+
+/// Whether the delta rule goes over a segment's tokens chunk by chunk.
+fn is_chunked(segment: &Segment) -> bool {
+    segment.tokens >= CHUNKS_FROM
+}
+
+/// The scratch buffer of an input of products that is rounded to half.
+fn half_of(name: &str) -> &'static str {
+    match name {
+        "gated" => "gated_half",
+        "attended" => "attended_half",
+        _ => "h_half",
+    }
 }
 
 /// y = W x of rows of tokens, or y += W x.
@@ -75,6 +101,14 @@ impl Bindings<'_, '_> {
         let first = (0..segment).map(len).sum();
         let rows = first..first + len(segment);
         self.scratch("parts", a.head_dim, &rows, access).scratch("weights", 2, &rows, access)
+    }
+
+    /// What is between gate, up and down of so many pairs of token and slot: for tensor operations in half, in sorted order.
+    fn middle(self, pairs: usize, width: usize, access: Access) -> Self {
+        match self.builder.features.tensor {
+            true => self.halves("middle_half", width, &(0..pairs), access),
+            false => self.scratch("middle", width, &(0..pairs), access),
+        }
     }
 
     /// Keys, queries and matrices of chunks.
@@ -110,40 +144,66 @@ impl Builder<'_> {
         self.segments[segment].tokens.div_ceil(rows / (a.heads / a.kv_heads))
     }
 
+    /// Whether products of so many rows are tensor operations, but for the router's.
+    pub fn with_tensors(&self, rows: usize) -> bool {
+        self.features.tensor && rows > FEW
+    }
+
     /// h = norm(x) of `count` rows from `first` on; in rows of h from `to` on.
-    fn norm(&mut self, gains: &str, first: usize, count: usize, to: usize) {
-        let hidden = self.config.hidden_size;
-        let bindings = self
-            .bind()
-            .x(&(first..first + count), Access::Read)
-            .vector(gains)
-            .numbers(&[count])
-            .scratch("h", hidden, &(to..to + count), Access::Write)
-            .list;
-        self.launch("norm_rows", [count.div_ceil(4), 1, 1], 4 * LANES, Vec::new(), bindings);
+    fn norm(&mut self, gains: &str, first: usize, count: usize, to: usize, form: Form) {
+        let (hidden, rows) = (self.config.hidden_size, to..to + count);
+        let mut bindings =
+            self.bind().x(&(first..first + count), Access::Read).vector(gains).numbers(&[count]);
+        if form != Form::Half {
+            bindings = bindings.scratch("h", hidden, &rows, Access::Write);
+        }
+        if form != Form::Plain {
+            bindings = bindings.halves("h_half", hidden, &rows, Access::Write);
+        }
+        let list = bindings.list;
+        let kernel = match form {
+            Form::Plain => "norm_rows",
+            Form::Half => "norm_rows_half",
+            Form::Both => "norm_rows_both",
+        };
+        self.launch(kernel, [count.div_ceil(4), 1, 1], 4 * LANES, Vec::new(), list);
+    }
+
+    /// The norm of all rows before a mixer's projections.
+    fn norm_input(&mut self, layer: usize) {
+        let rows = self.all_rows().len();
+        let form = if self.with_tensors(rows) { Form::Half } else { Form::Plain };
+        self.norm(&format!("layers.{layer}.input_layernorm"), 0, rows, 0, form);
     }
 
     fn matmul(&mut self, p: Product) {
         let tiles = |rows| (rows, tile_memory(rows));
-        let tensor_tiles = |rows| (rows, tensor_memory(rows, TILE_OUTS));
         // The router's are f32 on every device: which experts are chosen must not depend on rounding.
-        let (kernel, (tile, memory)) = match (is_router(p.matrix), p.rows, self.features.tensor) {
+        let tensors = self.with_tensors(p.rows) && !is_router(p.matrix);
+        let (kernel, (tile, memory)) = match (is_router(p.matrix), p.rows, tensors) {
             (_, ..=FEW, _) => ("matmul_few", (p.rows, Vec::new())),
-            (true, ..) => ("matmul_router", tiles(SMALL_TILE_ROWS)),
+            (true, ..=SMALL, _) => ("matmul_router", tiles(SMALL_TILE_ROWS)),
+            (true, ..) => ("matmul_router_32", tiles(ROUTER_TILE_ROWS)),
             (_, ..=SMALL, false) => ("matmul_16", tiles(SMALL_TILE_ROWS)),
             (_, _, false) => ("matmul", tiles(TILE_ROWS)),
-            (_, ..=SMALL, true) => ("matmul_tensor_32", tensor_tiles(SMALL_TENSOR_ROWS)),
-            (_, _, true) => ("matmul_tensor", tensor_tiles(TILE_ROWS)),
+            (_, ..=SMALL, true) => ("matmul_tensor_32", (SMALL_TENSOR_ROWS, vec![TENSOR_MEMORY])),
+            (_, _, true) => ("matmul_tensor", (TENSOR_ROWS, vec![TENSOR_MEMORY])),
         };
         let access = if p.add { Access::ReadWrite } else { Access::Write };
-        let bindings = self
-            .bind()
-            .scratch(p.x, p.cols, &(0..p.rows), Access::Read)
+        let bindings = match tensors {
+            true => self.bind().halves(half_of(p.x), p.cols, &(0..p.rows), Access::Read),
+            false => self.bind().scratch(p.x, p.cols, &(0..p.rows), Access::Read),
+        };
+        let bindings = bindings
             .matrix(p.matrix, p.rows.next_multiple_of(tile))
             .numbers(&[p.rows, p.cols, p.outs, usize::from(p.add)])
             .part(p.y, 0..p.rows * p.outs * F32, access)
             .list;
-        let outs = if p.rows <= FEW { PRODUCT_ROWS } else { TILE_OUTS };
+        let outs = match p.rows {
+            ..=FEW => PRODUCT_ROWS,
+            _ if tensors => TENSOR_OUTS,
+            _ => TILE_OUTS,
+        };
         let grid = [p.outs.div_ceil(outs), p.rows.div_ceil(tile), 1];
         self.launch(kernel, grid, TILE_THREADS, memory, bindings);
     }
@@ -176,16 +236,19 @@ impl Builder<'_> {
         let (channels, value_width) = (g.conv_channels(), g.value_width());
         let name = |module: &str| format!("layers.{layer}.linear_attn.{module}");
         let rows = self.all_rows();
-        self.norm(&format!("layers.{layer}.input_layernorm"), 0, rows.len(), 0);
-        self.project(
-            rows.len(),
-            &[
-                ("qkv", name("in_proj_qkv"), channels),
-                ("z", name("in_proj_z"), value_width),
-                ("b", name("in_proj_b"), g.value_heads),
-                ("a", name("in_proj_a"), g.value_heads),
-            ],
-        );
+        self.norm_input(layer);
+        let z = ("z", name("in_proj_z"), value_width);
+        let mut products = vec![
+            ("qkv", name("in_proj_qkv"), channels),
+            ("b", name("in_proj_b"), g.value_heads),
+            ("a", name("in_proj_a"), g.value_heads),
+        ];
+        // Chunks need z behind their delta rule only, which leaves most of the units idle.
+        let late = (0..self.segments.len()).all(|segment| self.in_chunks(segment));
+        if !late {
+            products.push(z.clone());
+        }
+        self.project(rows.len(), &products);
         for segment in 0..self.segments.len() {
             if self.in_chunks(segment) {
                 self.prepare_chunks(segment, layer);
@@ -194,25 +257,54 @@ impl Builder<'_> {
                 self.delta(segment, layer);
             }
         }
+        if late && out {
+            self.project(rows.len(), &[z]);
+            self.delay_last();
+        }
         for segment in 0..self.segments.len() {
             self.keep_inputs(segment, layer);
         }
         if !out {
             return;
         }
-        let bindings = self
-            .bind()
-            .scratch("squares", value_width / LANES, &rows, Access::Read)
-            .scratch("gated", value_width, &rows, Access::ReadWrite)
-            .list;
-        let grid = [value_width.div_ceil(256), rows.len(), 1];
-        self.launch("norm_heads", grid, 256, Vec::new(), bindings);
+        self.norm_heads(layer);
         self.add_product("gated", value_width, &name("out_proj"));
+    }
+
+    /// The norms of all heads behind the delta rule; of chunks gain and gate too. Segments beside each other that are alike are one launch.
+    fn norm_heads(&mut self, layer: usize) {
+        let value_width = self.config.gdn.value_width();
+        let half = self.with_tensors(self.all_rows().len());
+        let (segments, mut first) = (self.segments, 0);
+        for alike in segments.chunk_by(|a, b| is_chunked(a) == is_chunked(b)) {
+            let chunks = is_chunked(&alike[0]);
+            let rows = first..first + alike.iter().map(|s| s.tokens).sum::<usize>();
+            first = rows.end;
+            let mut bindings = self.bind().scratch("squares", value_width / LANES, &rows, Access::Read);
+            if chunks {
+                bindings = bindings
+                    .scratch("z", value_width, &rows, Access::Read)
+                    .vector(&format!("layers.{layer}.linear_attn.norm"));
+            }
+            let gated = if half { Access::Read } else { Access::ReadWrite };
+            bindings = bindings.scratch("gated", value_width, &rows, gated);
+            if half {
+                bindings = bindings.halves("gated_half", value_width, &rows, Access::Write);
+            }
+            let list = bindings.list;
+            let kernel = match (chunks, half) {
+                (true, true) => "gate_heads_half",
+                (true, false) => "gate_heads",
+                (false, true) => "norm_heads_half",
+                (false, false) => "norm_heads",
+            };
+            self.launch(kernel, [value_width.div_ceil(256), rows.len(), 1], 256, Vec::new(), list);
+        }
     }
 
     /// Whether the delta rule goes over a segment's tokens chunk by chunk.
     fn in_chunks(&self, segment: usize) -> bool {
-        self.segments[segment].tokens >= CHUNKS_FROM
+        is_chunked(&self.segments[segment])
     }
 
     /// A segment's chunks among those of the step.
@@ -256,8 +348,6 @@ impl Builder<'_> {
             .bind()
             .scratch("qkv", channels, &rows, Access::Read)
             .vector(&name("conv1d"))
-            .scratch("z", value_width, &rows, Access::Read)
-            .vector(&name("norm"))
             .position(segment, Access::Read)
             .numbers(&[rows.len()])
             .conv(segment, layer, Access::Read, value_width * (taps - 1))
@@ -295,7 +385,7 @@ impl Builder<'_> {
         let (query_width, kv_width) = (a.query_width(), a.kv_width());
         let name = |module: &str| format!("layers.{layer}.self_attn.{module}");
         let rows = self.all_rows().len();
-        self.norm(&format!("layers.{layer}.input_layernorm"), 0, rows, 0);
+        self.norm_input(layer);
         self.project(
             rows,
             &[
@@ -337,8 +427,8 @@ impl Builder<'_> {
             .list;
         let memory = [(a.heads / a.kv_heads + 1) * d, a.rotary_dim];
         let memory = memory.map(|n| n.next_multiple_of(4) * F32).to_vec();
-        // The last block may go on behind the last token.
-        let grid = [a.kv_heads, rows.len() + POSITIONS - 1, 1];
+        // The last page may go on behind the last token.
+        let grid = [a.kv_heads, rows.len() + PAGE - 1, 1];
         self.launch("append", grid, MIXER_SIMDGROUPS * LANES, memory, bindings);
     }
 
@@ -356,12 +446,12 @@ impl Builder<'_> {
             .parts(segment, Access::Write)
             .pages(segment)
             .list;
-        // Last, what each row's sums are multiplied with: as diagonals of 8x8 matrices, or as it is.
-        let (kernel, tall, factors) = match self.attends_with_tensors(segment) {
-            true => ("attend_tensor", ATTEND_TENSOR_ROWS, ATTEND_TENSOR_ROWS),
-            false => ("attend_rows", ATTEND_ROWS, ATTEND_ROWS / 8 * 64),
+        // Last, what each row's sums are multiplied with: as it is, and whether by anything but 1; or as diagonals of 8x8 matrices.
+        let (kernel, tall, block, factors) = match self.attends_with_tensors(segment) {
+            true => ("attend_tensor", ATTEND_TENSOR_ROWS, PAGE, ATTEND_TENSOR_ROWS + ATTEND_SIMDGROUPS),
+            false => ("attend_rows", ATTEND_ROWS, POSITIONS, ATTEND_ROWS / 8 * 64),
         };
-        let shares = tall * POSITIONS;
+        let shares = tall * block;
         let memory = vec![tall * a.head_dim * kv, shares * F32, shares * kv, factors * F32];
         let grid = [parts, a.kv_heads, self.attend_tiles(segment)];
         self.launch(kernel, grid, ATTEND_SIMDGROUPS * LANES, memory, bindings);
@@ -378,7 +468,8 @@ impl Builder<'_> {
         let rows = 0..x.len();
         let (hidden, m) = (self.config.hidden_size, &self.config.moe);
         let name = |module: &str| format!("layers.{layer}.mlp.{module}");
-        self.norm(&format!("layers.{layer}.post_attention_layernorm"), x.start, x.len(), 0);
+        let form = if self.with_tensors(x.len()) { Form::Both } else { Form::Plain };
+        self.norm(&format!("layers.{layer}.post_attention_layernorm"), x.start, x.len(), 0, form);
         self.project(
             rows.len(),
             &[("router_logits", name("gate"), m.experts), ("shared_logits", name("shared_expert_gate"), 1)],
@@ -431,52 +522,65 @@ impl Builder<'_> {
         let (hidden, m) = (self.config.hidden_size, &self.config.moe);
         let (slots, width) = (m.experts_per_token + 1, m.expert_width.max(m.shared_width));
         let name = |module: &str| format!("layers.{layer}.mlp.{module}");
-        let most = self.most_tiles(rows.len());
-        let bindings = self
-            .bind()
-            .scratch("h", hidden, rows, Access::Read)
+        let (most, tensor, pairs) = (self.most_tiles(rows.len()), self.features.tensor, slots * rows.len());
+        if tensor {
+            let bindings = self
+                .bind()
+                .halves("h_half", hidden, rows, Access::Read)
+                .scratch("order", slots, rows, Access::Read)
+                .numbers(&[rows.len()])
+                .halves("sorted_half", hidden, &(0..pairs), Access::Write)
+                .list;
+            self.launch("gather_pairs", [pairs.div_ceil(4), 1, 1], 4 * LANES, Vec::new(), bindings);
+        }
+        let bindings = match tensor {
+            true => self.bind().halves("sorted_half", hidden, &(0..pairs), Access::Read),
+            false => self.bind().scratch("h", hidden, rows, Access::Read),
+        };
+        let bindings = bindings
             .scratch("shares", slots, rows, Access::Read)
             .scratch("order", slots, rows, Access::Read)
             .scratch("tiles", TILE_WORDS, &(0..most), Access::Read)
             .experts(&name("switch_mlp.gate_proj"), rows.len(), most * PAIR_ROWS)
             .experts(&name("switch_mlp.up_proj"), rows.len(), most * PAIR_ROWS)
             .matrix(&name("shared_expert.gate_proj"), 0)
-            .matrix(&name("shared_expert.up_proj"), 0)
-            .scratch("middle", slots * width, rows, Access::Write)
-            .list;
+            .matrix(&name("shared_expert.up_proj"), 0);
+        let list = bindings.middle(pairs, width, Access::Write).list;
         // Half of the weights in hand are of gate, half of up.
-        let (kernel, outs, memory) = match self.features.tensor {
-            true => ("gate_up_tensor", TILE_OUTS, tensor_memory(PAIR_ROWS, 2 * TILE_OUTS)),
+        let (kernel, outs, memory) = match tensor {
+            true => ("gate_up_tensor", TENSOR_OUTS / 2, vec![TENSOR_MEMORY]),
             false => ("gate_up_rows", TILE_OUTS / 2, tile_memory(PAIR_ROWS)),
         };
-        self.launch(kernel, [width.div_ceil(outs), most, 1], TILE_THREADS, memory, bindings);
+        self.launch(kernel, [width.div_ceil(outs), most, 1], TILE_THREADS, memory, list);
 
         let bindings = self
             .bind()
-            .scratch("middle", slots * width, rows, Access::Read)
+            .middle(pairs, width, Access::Read)
             .scratch("order", slots, rows, Access::Read)
             .scratch("tiles", TILE_WORDS, &(0..most), Access::Read)
             .experts(&name("switch_mlp.down_proj"), rows.len(), most * PAIR_ROWS)
             .matrix(&name("shared_expert.down_proj"), 0)
             .scratch("spread", hidden * slots, rows, Access::Write)
             .list;
-        let (kernel, memory) = match self.features.tensor {
-            true => ("down_tensor", tensor_memory(PAIR_ROWS, TILE_OUTS)),
-            false => ("down_rows", tile_memory(PAIR_ROWS)),
+        let (kernel, outs, memory) = match tensor {
+            true => ("down_tensor", TENSOR_OUTS, vec![TENSOR_MEMORY]),
+            false => ("down_rows", TILE_OUTS, tile_memory(PAIR_ROWS)),
         };
-        self.launch(kernel, [hidden / TILE_OUTS, most, 1], TILE_THREADS, memory, bindings);
+        self.launch(kernel, [hidden.div_ceil(outs), most, 1], TILE_THREADS, memory, bindings);
     }
 
     /// Final norm and logits of the rows that are wanted; next tokens and positions.
     pub fn head_rows(&mut self) {
         let (hidden, vocab) = (self.config.hidden_size, self.config.vocab_size);
+        let all: usize = self.segments.iter().map(|s| s.want.rows(s.tokens)).sum();
+        let form = if self.with_tensors(all) { Form::Half } else { Form::Plain };
         let mut wanted = 0;
         let mut last = Vec::new();
         for segment in 0..self.segments.len() {
             let (rows, want) = (self.rows(segment), self.segments[segment].want);
             let count = want.rows(rows.len());
             if count > 0 {
-                self.norm("norm", rows.end - count, count, wanted);
+                self.norm("norm", rows.end - count, count, wanted, form);
             }
             wanted += count;
             last.push(wanted);

@@ -15,6 +15,8 @@ use crate::plan::{
 /// Bytes of a number.
 pub const F32: usize = 4;
 pub const F16: usize = 2;
+/// Rows of the largest tile of tensor operations.
+pub const TENSOR_ROWS: usize = 64;
 /// Positions that `attend_rows` takes at a time: `POSITIONS` of `attention.metal`. Pages are whole blocks.
 pub const POSITIONS: usize = 32;
 
@@ -56,8 +58,9 @@ impl<'a> Builder<'a> {
         Self { config, segments, modules, features, plan, index: HashMap::new(), touched: Vec::new() }
     }
 
-    /// The whole.
-    pub fn finish(self) -> Plan {
+    /// The whole, stage by stage, so that there is a barrier for each stage and no more: segments' launches are made one after another.
+    pub fn finish(mut self) -> Plan {
+        self.plan.launches.sort_by_key(|launch| launch.stage);
         self.plan
     }
 
@@ -136,6 +139,20 @@ impl<'a> Builder<'a> {
     }
 }
 
+impl Builder<'_> {
+    /// Lets the last launch wait as long as the one before it does: it is ready sooner, but would only take time from what others
+    /// wait for.
+    pub fn delay_last(&mut self) {
+        let [.., before, last] = &mut self.plan.launches[..] else { return };
+        last.stage = last.stage.max(before.stage);
+        for b in &last.bindings {
+            if let Some(touched) = self.touched[b.buffer].last_mut() {
+                touched.stage = last.stage;
+            }
+        }
+    }
+}
+
 /// Bytes of a buffer that a launch touches; it is bound to their beginning. None go to or come from memory.
 fn touched(buffer: usize, access: Access, bytes: Range<usize>) -> Binding {
     Binding {
@@ -206,6 +223,15 @@ impl Bindings<'_, '_> {
     pub fn scratch(self, name: &'static str, width: usize, rows: &Range<usize>, access: Access) -> Self {
         let row = width * F32;
         self.part(Contents::Scratch(name), rows.start * row..rows.end * row, access)
+    }
+
+    /// Rows of halves, `width` a row. Tensor operations read whole tiles of them, and use nothing of what is behind the last row: for
+    /// that there is room.
+    pub fn halves(self, name: &'static str, width: usize, rows: &Range<usize>, access: Access) -> Self {
+        let row = width * F16;
+        let contents = Contents::Scratch(name);
+        self.builder.buffer(0, contents.clone(), (rows.end + TENSOR_ROWS) * row);
+        self.part(contents, rows.start * row..rows.end * row, access)
     }
 
     /// The residual stream.

@@ -169,10 +169,14 @@ impl Builder<'_> {
             .scratch("queries", 2 * a.query_width(), &rows, Access::Read)
             .parts(segment, Access::Read)
             .position(segment, Access::Read)
-            .numbers(&[rows.len(), parts])
-            .scratch("attended", a.query_width(), &rows, Access::Write)
-            .list;
-        self.launch("combine", [a.heads, rows.len(), 1], 256, Vec::new(), bindings);
+            .numbers(&[rows.len(), parts]);
+        // As the output projection of all rows of the step wants it.
+        let (kernel, bindings) = match bindings.builder.with_tensors(bindings.builder.all_rows().len()) {
+            true => ("combine_half", bindings.halves("attended_half", a.query_width(), &rows, Access::Write)),
+            false => ("combine", bindings.scratch("attended", a.query_width(), &rows, Access::Write)),
+        };
+        let list = bindings.list;
+        self.launch(kernel, [a.heads, rows.len(), 1], 256, Vec::new(), list);
     }
 
     /// Mixture of experts of a layer, for some of the step's tokens, token by token.

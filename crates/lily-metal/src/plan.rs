@@ -342,6 +342,11 @@ impl Plan {
         self.launches.iter().flat_map(|l| &l.bindings).filter(of_state).map(|b| b.bytes).sum()
     }
 
+    /// The segment that a launch is of; 0 for what is of all.
+    pub fn segment_of(&self, launch: &Launch) -> usize {
+        launch.bindings.iter().map(|b| self.buffers[b.buffer].segment).max().unwrap_or(0)
+    }
+
     /// Index of the buffer with these contents; of the first segment, if each has one.
     pub fn buffer(&self, contents: &Contents) -> Option<usize> {
         self.buffer_of(0, contents)
@@ -538,5 +543,7 @@ fn check_form(config: &Config, bits: Bits, module: &Module) -> Result<(), PlanEr
     Err(PlanError::Form { module: module.name.clone(), found, expected: name(expected, GROUP) })
 }
 
+#[cfg(test)]
+mod count;
 #[cfg(test)]
 mod tests;

@@ -4,6 +4,7 @@
 use half::{bf16, f16};
 use lily_model::config::Config;
 
+use crate::builder::TENSOR_ROWS;
 use crate::device::{Argument, Device, DeviceError, Dispatch, Place};
 use crate::plan::{GROUP, Launch, PAGE, Plan, bits};
 
@@ -134,8 +135,10 @@ fn check_product(
     let sum = |x: &[f32], out: usize| (0..COLS).map(|i| half(x[i]) * weight(out * COLS + i)).sum::<f32>();
     let expected = x.chunks_exact(COLS).flat_map(|x| (0..OUTS).map(move |out| sum(x, out)));
     let expected: Vec<f32> = expected.collect();
+    // Whole tiles are read.
+    let halves_of_x = x.iter().copied().chain([0.0; TENSOR_ROWS * COLS]).map(f16::from_f32);
     let given = vec![
-        Given::Bytes(floats(&x)),
+        Given::Bytes(halves_of_x.flat_map(f16::to_le_bytes).collect()),
         if is_plain { halves(&plain) } else { Given::Bytes(codes.clone()) },
         halves(&scales),
         halves(&biases),
@@ -146,10 +149,10 @@ fn check_product(
     compare(launch.kernel, OUTS, &got[0], &expected, TOLERANCE)
 }
 
-/// Attention of two tokens over two blocks of positions, the second of them not full.
+/// Attention of two tokens over two pages, the second of them not full.
 fn check_attention(device: &mut dyn Device, launch: &Launch, config: &Config) -> Result<(), String> {
     const ROWS: usize = 2;
-    const POSITION: usize = 40;
+    const POSITION: usize = PAGE + 40;
     let a = &config.attention;
     let (heads, width, d) = (a.heads, a.kv_width(), a.head_dim);
     let mut random = fastrand::Rng::with_seed(1);
@@ -158,7 +161,7 @@ fn check_attention(device: &mut dyn Device, launch: &Launch, config: &Config) ->
     };
     let queries = values(ROWS * heads * d, 4.0 / (d as f32).sqrt());
     let mut cache = || {
-        let mut cache = values(PAGE * width, 1.0);
+        let mut cache = values(2 * PAGE * width, 1.0);
         cache[(POSITION + ROWS) * width..].fill(bf16::ZERO);
         cache
     };
@@ -185,7 +188,7 @@ fn check_attention(device: &mut dyn Device, launch: &Launch, config: &Config) ->
         halves(&cached),
         Given::Output(ROWS * heads * d),
         Given::Output(ROWS * heads * 2),
-        Given::Words(vec![0]),
+        Given::Words(vec![0, 1]),
     ];
     // A tile has room for two tokens at least.
     let got = run(device, launch, [1, a.kv_heads, 1], given).map_err(|e| e.to_string())?;

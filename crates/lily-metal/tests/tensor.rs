@@ -163,9 +163,13 @@ fn a_broken_kernel_is_named_by_the_self_test() {
     let model = nano();
     let text = source::source(&model.config, TENSOR);
     for (kernel, right, wrong) in [
-        ("gate_up_tensor", "silu(gated[i]) * upped[i]", "silu(upped[i]) * gated[i]"),
-        ("down_tensor", "+ uint(place[0])] = sums[i];", "+ uint(place[0])] = 2.0f * sums[i];"),
-        ("attend_tensor", "out[i] *= kept[", "out[i] *= 1.0f + 0.0f * kept["),
+        ("gate_up_tensor", "silu(gated) * upped", "silu(upped) * gated"),
+        ("down_tensor", "* HIDDEN + out] = sums[i];", "* HIDDEN + out] = 2.0f * sums[i];"),
+        ("norm_rows_half", "four.z * factor * by.z", "four.z * factor * by.y"),
+        ("norm_rows_both", "((device float4*)plain)[2 * i + j] =", "((device float4*)plain)[2 * i] ="),
+        ("norm_heads_half", "half(gated[at] *", "half(gated[i] *"),
+        ("combine_half", "To(sum / total", "To(sum / 2.0f"),
+        ("attend_tensor", "sum += share;", "sum += 2.0f * share;"),
     ] {
         assert!(text.contains(right), "{right}");
         let mutant = text.replace(right, wrong);

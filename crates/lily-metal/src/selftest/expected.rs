@@ -11,12 +11,12 @@ use lily_model::sample::{SampleParams, argmax};
 use lily_model::weights::{Attention, Gdn, Layer, Mixer, Weights};
 
 use crate::draw::{self, Draw};
-use crate::plan::{Contents, KvType, State};
+use crate::plan::{Contents, KvType, PAGE, State};
 
 mod experts;
 mod gdn;
 
-/// Positions of a block.
+/// Positions of a block of `attend_rows`.
 const POSITIONS: usize = 32;
 
 fn normed(x: &[f32], gains: &[f32], eps: f32) -> Vec<f32> {
@@ -29,17 +29,20 @@ fn add(x: &[f32], y: &[f32]) -> Vec<f32> {
     x.iter().zip(y).map(|(x, y)| x + y).collect()
 }
 
+fn half(x: f32) -> f32 {
+    f16::from_f32(x).to_f32()
+}
+
 /// W x; with `rounds` of numbers rounded to half, as tensor operations have it.
 fn product(w: &Matrix, x: &[f32], rounds: bool) -> Vec<f32> {
     if !rounds {
         return matvec(w, x);
     }
-    let half = |x: &f32| f16::from_f32(*x).to_f32();
-    let x: Vec<f32> = x.iter().map(half).collect();
+    let x: Vec<f32> = x.iter().copied().map(half).collect();
     let mut row = vec![0.0; w.cols];
     let dot = |r| {
         w.read_row(r, &mut row);
-        row.iter().zip(&x).map(|(w, x)| half(w) * x).sum()
+        row.iter().zip(&x).map(|(w, x)| half(*w) * x).sum()
     };
     (0..w.rows).map(dot).collect()
 }
@@ -49,6 +52,16 @@ pub type Expected = Vec<(Contents, Vec<f32>)>;
 
 fn scratch(name: &'static str, values: Vec<f32>) -> (Contents, Vec<f32>) {
     (Contents::Scratch(name), values)
+}
+
+/// Values that are kept as half.
+fn halves(name: &'static str, values: Vec<f32>) -> (Contents, Vec<f32>) {
+    scratch(name, values.into_iter().map(half).collect())
+}
+
+/// Whether a scratch buffer is of numbers in half.
+pub fn is_half(contents: &Contents) -> bool {
+    matches!(contents, Contents::Scratch(name) if name.ends_with("_half"))
 }
 
 fn bits(word: usize) -> f32 {
@@ -153,25 +166,36 @@ impl Launched<'_> {
         Some(match kernel {
             "embed" => self.embed(),
             "project_gdn" => self.project_gdn()?,
-            "delta" | "delta_chunks" => self.delta()?,
+            "delta" => self.delta(true)?,
+            "delta_chunks" => self.delta(false)?,
             "prepare_chunks" => self.prepare_chunks()?,
             "keep_inputs" => self.keep_inputs(),
             "norm_heads" => vec![scratch("gated", self.normed_heads())],
+            "gate_heads" => vec![scratch("gated", self.gated_heads()?)],
+            "gate_heads_half" => vec![halves("gated_half", self.gated_heads()?)],
+            "norm_heads_half" => vec![halves("gated_half", self.normed_heads())],
             "out_gdn" => self.out(&self.gdn()?.out_proj, &self.normed_heads()),
             "project_attention" => self.project_attention()?,
             "append" => self.append()?,
             "attend" => self.attend()?,
             "attend_rows" | "attend_tensor" => vec![scratch("parts", self.attended(self.scratch("q")))],
-            "combine" => self.combine(),
+            "combine" => vec![scratch("attended", self.combined())],
+            "combine_half" => vec![halves("attended_half", self.combined())],
             "out_attention" => self.out(&self.attention()?.o_proj, self.scratch("attended")),
             "router" => self.router()?,
             "gate_up" => self.gate_up()?,
             "down" => self.down()?,
-            "norm_rows" => self.norm_rows()?,
-            "matmul" | "matmul_16" | "matmul_router" | "matmul_few" | "matmul_tensor"
-            | "matmul_tensor_32" => self.matmul(rounds)?,
+            "norm_rows" => vec![scratch("h", self.normed_rows()?)],
+            "norm_rows_half" => vec![halves("h_half", self.normed_rows()?)],
+            "norm_rows_both" => {
+                let h = self.normed_rows()?;
+                vec![scratch("h", h.clone()), halves("h_half", h)]
+            }
+            "matmul" | "matmul_16" | "matmul_router" | "matmul_router_32" | "matmul_few"
+            | "matmul_tensor" | "matmul_tensor_32" => self.matmul(rounds)?,
             "route" => self.route()?,
             "sort_pairs" => self.sort_pairs()?,
+            "gather_pairs" => self.gather_pairs()?,
             "gate_up_rows" | "gate_up_tensor" => self.gate_up_rows(rounds)?,
             "down_rows" | "down_tensor" => self.down_rows(rounds)?,
             "sum_slots" => self.sum_slots(),
@@ -209,13 +233,13 @@ impl Launched<'_> {
         self.of_layer().map_or(&[], |layer| &layer.post_attention_norm)
     }
 
-    fn norm_rows(&self) -> Option<Expected> {
+    fn normed_rows(&self) -> Option<Vec<f32>> {
         let gains = match self.name().rsplit('.').next()? {
             "input_layernorm" => self.input_norm(),
             "post_attention_layernorm" => self.middle_norm(),
             _ => &self.weights.norm,
         };
-        Some(vec![scratch("h", self.normed_input(gains).concat())])
+        Some(self.normed_input(gains).concat())
     }
 
     /// Of the buffers that may be one, the output is the one that isn't the input.
@@ -226,7 +250,8 @@ impl Launched<'_> {
         if (matrix.rows, matrix.cols) != (outs, cols) {
             return None;
         }
-        let input = ["h", "gated", "attended"].map(Contents::Scratch);
+        let input =
+            ["h", "gated", "attended", "h_half", "gated_half", "attended_half"].map(Contents::Scratch);
         let input = input.iter().find(|c| self.before.contains_key(c))?;
         let output =
             |c: &&Contents| matches!(c, Contents::Logits) || matches!(c, Contents::Scratch(_)) && *c != input;
@@ -304,7 +329,7 @@ impl Launched<'_> {
         let q = self.q()?.into_iter().map(|q| self.rounded(q)).collect();
         let [mut keys, mut values] = self.appended()?;
         let end = self.position + self.scratch("new_keys").len() / a.kv_width();
-        let behind = end * a.kv_width()..end.next_multiple_of(POSITIONS) * a.kv_width();
+        let behind = end * a.kv_width()..end.next_multiple_of(PAGE) * a.kv_width();
         keys[behind.clone()].fill(0.0);
         values[behind].fill(0.0);
         Some(vec![
@@ -375,12 +400,11 @@ impl Launched<'_> {
         of("q", width).or(of("queries", 2 * width)).unwrap_or(1)
     }
 
-    fn combine(&self) -> Expected {
+    fn combined(&self) -> Vec<f32> {
         let d = self.config.attention.head_dim;
         let merged = self.merged(self.scratch("parts"), self.scratch("weights"));
         let heads = self.rows("queries", 2 * d).zip(merged.chunks_exact(d));
-        let gated = heads.flat_map(|(qg, o)| o.iter().zip(&qg[d..]).map(|(o, g)| o * sigmoid(*g)));
-        vec![scratch("attended", gated.collect())]
+        heads.flat_map(|(qg, o)| o.iter().zip(&qg[d..]).map(|(o, g)| o * sigmoid(*g))).collect()
     }
 
     /// The first logit of each group, if nothing changes them; what else a draw makes of them shows in its token.

@@ -18,6 +18,12 @@ pub fn assert_close_in_bf16(what: &str, got: &[f32], expected: &[f32]) {
     assert_within(what, got, expected, TOLERANCE, 1.0 / 128.0);
 }
 
+/// The same of values that are kept as half.
+#[track_caller]
+pub fn assert_close_in_half(what: &str, got: &[f32], expected: &[f32]) {
+    assert_within(what, got, expected, TOLERANCE, 1.0 / 1024.0);
+}
+
 /// Within a share of the largest value and one of the value itself.
 #[track_caller]
 fn assert_within(what: &str, got: &[f32], expected: &[f32], of_largest: f32, of_itself: f32) {

@@ -8,20 +8,20 @@ mod delta;
 
 use std::collections::HashMap;
 
-use common::close::{BF16_TOLERANCE, TOLERANCE, assert_close, assert_close_in_bf16};
+use common::close::{BF16_TOLERANCE, TOLERANCE, assert_close, assert_close_in_bf16, assert_close_in_half};
 use common::draws::{self, Drawer};
 use common::machine::{Machine, Step};
 use common::model::{Model, edge_shapes, folder, random, unquantised};
 use common::signature::{Parameter, Signature, signatures};
-use common::{Guard, Kernels, ORDERS};
+use common::{Guard, Kernels, ORDERS, Shape};
 use fastrand::Rng;
-use half::bf16;
+use half::{bf16, f16};
 use lily_emulate::removed::{self, Call};
 use lily_metal::draw::Draw;
 use lily_metal::plan::{
     Access, Binding, Contents, Features, KvType, Launch, SETTLE_EVERY, Segment, State, Want,
 };
-use lily_metal::selftest::{Drawn, Launched};
+use lily_metal::selftest::{Drawn, Launched, is_half};
 use lily_metal::{plan_step, source};
 use lily_model::config::Config;
 use lily_model::presets::CONFIG_35B_A3B;
@@ -44,6 +44,9 @@ fn values(machine: &mut Machine, step: &mut Step, binding: &Binding) -> Vec<f32>
             if machine.features.kv == KvType::Bf16 =>
         {
             bytes.as_chunks::<2>().0.iter().map(|b| bf16::from_le_bytes(*b).to_f32()).collect()
+        }
+        contents if is_half(&contents) => {
+            bytes.as_chunks::<2>().0.iter().map(|b| f16::from_le_bytes(*b).to_f32()).collect()
         }
         _ => bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect(),
     }
@@ -91,15 +94,21 @@ type Before<'a> = &'a mut dyn FnMut(&Launch, &mut Machine, &mut Step);
 
 /// Runs a step launch by launch and checks what each one leaves.
 fn check_step(name: &str, machine: &mut Machine, step: &mut Step, before: Before) {
-    let (mut layer, mut inputs) = (0, HashMap::new());
+    let (mut layer, mut prepared) = (0, HashMap::new());
     for launch in step.plan.launches.clone() {
         before(&launch, machine, step);
-        inputs = check_launch(name, machine, step, layer, &launch, inputs);
+        let segment = step.plan.segment_of(&launch);
+        // Together they do what is known of tokens one after another.
+        let earlier = if launch.kernel == "delta_chunks" { prepared.remove(&segment) } else { None };
+        let inputs = check_launch(name, machine, step, layer, &launch, earlier.unwrap_or_default());
+        if launch.kernel == "prepare_chunks" {
+            prepared.insert(segment, inputs);
+        }
         layer += usize::from(matches!(launch.kernel, "down" | "sum_slots"));
     }
 }
 
-/// `earlier`: what the launch before was bound to; gives what this one was.
+/// `earlier`: what else the values follow from; gives what the launch was bound to.
 fn check_launch(
     name: &str,
     machine: &mut Machine,
@@ -114,9 +123,7 @@ fn check_launch(
         launch.bindings.iter().map(|b| (contents(step, b), values(machine, step, b))).collect()
     };
     let mut before: HashMap<_, _> = before(machine, step);
-    if kernel == "delta_chunks" {
-        earlier.into_iter().for_each(|(contents, values)| _ = before.entry(contents).or_insert(values));
-    }
+    earlier.into_iter().for_each(|(contents, values)| _ = before.entry(contents).or_insert(values));
     let position = before.get(&Contents::Position).map_or(0, |p| p[0].to_bits() as usize);
     let (config, weights) = (&model.config, &model.weights);
     let launched = Launched { config, weights, layer, position, kv, before };
@@ -145,6 +152,7 @@ fn check_launch(
             {
                 assert_close_in_bf16(&what, &got_values, &expected);
             }
+            contents if is_half(&contents) => assert_close_in_half(&what, &got_values, &expected),
             _ => assert_close(&what, &got_values, &expected, TOLERANCE),
         }
     }
@@ -272,6 +280,60 @@ fn each_kernel_with_tensor_operations_computes_what_the_reference_does() {
     check_batches("nano", &mut machine, &[chunk, mixed]);
 }
 
+/// Weights as tensor operations multiply them: codes times scales, and biases, rounded once.
+#[test]
+fn tensor_operations_round_a_weight_once() {
+    const OUTS: usize = 128;
+    const COLS: usize = 64;
+    let (nano, mut random) = (nano(), Rng::with_seed(4));
+    let kernels = nano.machine(TENSOR, Guard::End).kernels;
+    let bf16s = |values: &[f32]| -> Vec<u32> {
+        values
+            .as_chunks::<2>()
+            .0
+            .iter()
+            .map(|p| p.map(|x| u32::from(bf16::from_f32(x).to_bits())))
+            .map(|[a, b]| a | b << 16)
+            .collect()
+    };
+    let rounded = |x: f32| bf16::from_f32(x).to_f32();
+    // Of all sizes; a group's bias is one of its values, as MLX quantises, or 0, or so small that the sums are not exact.
+    let scales: Vec<f32> =
+        (0..OUTS).map(|i| rounded((1.0 + random.f32()) * 2f32.powi(i as i32 % 20 - 12))).collect();
+    let steps = |i: usize| if i % 17 == 16 { 0.01 } else { (i % 17) as f32 };
+    let biases: Vec<f32> = scales.iter().enumerate().map(|(i, s)| rounded(-s * steps(i))).collect();
+    let codes: Vec<u32> = (0..OUTS * COLS / 8).map(|_| random.u32(..)).collect();
+    let memory = |words: Vec<u32>| kernels.allocate(4 * words.len(), Guard::End).with(words);
+    for (half, order) in ORDERS[..2].iter().enumerate() {
+        // Each row is 1 in one place.
+        let inputs = (0..32 * COLS / 2).map(|i| match i % (COLS / 2) * 2 {
+            at if at == half * 32 + i / (COLS / 2) => 0x3c00,
+            at if at + 1 == half * 32 + i / (COLS / 2) => 0x3c00_0000,
+            _ => 0,
+        });
+        let mut memories = [
+            memory(inputs.collect()),
+            memory(codes.clone()),
+            memory(bf16s(&scales)),
+            memory(bf16s(&biases)),
+            memory(vec![32, COLS as u32, OUTS as u32, 0]),
+            kernels.allocate(4 * 32 * OUTS, Guard::End),
+        ];
+        let shape = Shape { kernel: "matmul_tensor_32", grid: [1; 3], threads: 128, memory: &[16_384] };
+        let bound: Vec<_> = (0..memories.len()).map(|i| (i, 0)).collect();
+        kernels.launch(shape, &mut memories, &bound, *order).unwrap();
+        for (i, got) in memories[5].floats().into_iter().enumerate() {
+            let (row, out) = (half * 32 + i / OUTS, i % OUTS);
+            let code = codes[(out * COLS + row) / 8] >> (row % 8 * 4) & 15;
+            let exact = scales[out] * code as f32 + biases[out];
+            let expected = f16::from_f32(exact).to_f32();
+            let small = steps(out) == 0.01;
+            let most = exact.abs() / 2048.0 + scales[out] / 16384.0;
+            assert!(got == expected || small && (got - exact).abs() <= most, "{got}, expected {expected}");
+        }
+    }
+}
+
 /// Positions: the first ones, on both sides of an edge between parts, and with all parts in use.
 #[test]
 #[ignore = "a minute: shapes at the edges, more positions"]
@@ -341,7 +403,8 @@ fn put(
     values: impl Fn(usize) -> f32,
 ) -> impl FnMut(&Launch, &mut Machine, &mut Step) {
     move |launch, machine, step| {
-        if launch.kernel == kernel {
+        // Whatever its outputs are kept as.
+        if launch.kernel.trim_end_matches("_half").trim_end_matches("_both") == kernel {
             let memory = machine.of(step, 0, &Contents::Scratch(name));
             let all: Vec<f32> = (0..memory.bytes / 4).map(&values).collect();
             memory.put_floats(&all);
@@ -458,7 +521,7 @@ fn every_barrier_of_tensor_operations_is_needed() {
     let model = random(&[("hidden_size", 128.into())], 9);
     let ([values, races], all) =
         survivors(&model, TENSOR, 29, |machine| check_batches("mutant", machine, &steps));
-    assert_eq!(all, 36);
+    assert_eq!(all, 38);
     assert!(values.is_empty(), "barriers without which values are right, of all in order: {values:?}");
     assert!(races.is_empty(), "barriers without which there is no race, of all in order: {races:?}");
 }

@@ -4,7 +4,7 @@ use lily_cpu::math::{sigmoid, silu, softmax, top_k};
 use lily_cpu::reference::matvec;
 use lily_model::weights::Expert;
 
-use super::{Contents, Expected, Launched, add, bits, product, scratch};
+use super::{Contents, Expected, Launched, add, bits, halves, product, scratch};
 
 /// Pairs of token and slot in a tile.
 const PAIR_ROWS: usize = 32;
@@ -122,23 +122,36 @@ impl Launched<'_> {
         (out.len() == order.len() && out.iter().all(|&(pair, _)| pair < order.len())).then_some(out)
     }
 
+    /// The inputs of the pairs in their order.
+    pub(super) fn gather_pairs(&self) -> Option<Expected> {
+        let slots = self.config.moe.experts_per_token + 1;
+        let h: Vec<&[f32]> = self.rows("h_half", self.config.hidden_size).collect();
+        let rows = self.scratch("order").iter().map(|pair| h.get(pair.to_bits() as usize / slots).copied());
+        Some(vec![halves("sorted_half", rows.collect::<Option<Vec<_>>>()?.concat())])
+    }
+
     pub(super) fn gate_up_rows(&self, rounds: bool) -> Option<Expected> {
         let (width, slots) = (self.middle_width(), self.config.moe.experts_per_token + 1);
-        let mut middle = self.scratch("middle").to_vec();
-        let h: Vec<&[f32]> = self.rows("h", self.config.hidden_size).collect();
-        for (pair, expert) in self.pairs()? {
-            let to = &mut middle[pair * width..(pair + 1) * width];
-            swiglu(self.expert(expert)?, h[pair / slots], self.scratch("shares")[pair], rounds, to);
+        let (h, name) = if rounds { ("sorted_half", "middle_half") } else { ("h", "middle") };
+        let mut middle = self.scratch(name).to_vec();
+        let h: Vec<&[f32]> = self.rows(h, self.config.hidden_size).collect();
+        for (place, (pair, expert)) in self.pairs()?.into_iter().enumerate() {
+            // With tensor operations in the order of the tiles.
+            let (row, at) = if rounds { (place, place) } else { (pair / slots, pair) };
+            let to = &mut middle[at * width..(at + 1) * width];
+            swiglu(self.expert(expert)?, h[row], self.scratch("shares")[pair], rounds, to);
         }
-        Some(vec![scratch("middle", middle)])
+        Some(vec![if rounds { halves(name, middle) } else { scratch(name, middle) }])
     }
 
     pub(super) fn down_rows(&self, rounds: bool) -> Option<Expected> {
         let (width, hidden) = (self.middle_width(), self.config.hidden_size);
         let mut spread = vec![0.0; self.scratch("spread").len()];
-        for (pair, expert) in self.pairs()? {
+        let middle = self.scratch(if rounds { "middle_half" } else { "middle" });
+        for (place, (pair, expert)) in self.pairs()?.into_iter().enumerate() {
             let down = &self.expert(expert)?.down;
-            let y = product(down, &self.scratch("middle")[pair * width..][..down.cols], rounds);
+            let at = if rounds { place } else { pair } * width;
+            let y = product(down, &middle[at..][..down.cols], rounds);
             spread[pair * hidden..][..hidden].copy_from_slice(&y);
         }
         Some(vec![scratch("spread", spread)])

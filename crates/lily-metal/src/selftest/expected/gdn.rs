@@ -86,23 +86,28 @@ impl Launched<'_> {
         (state, pending)
     }
 
-    /// The delta rule, token by token: `delta_chunks` is held to it too, and needs what `prepare_chunks` was bound to.
-    pub(super) fn delta(&self) -> Option<Expected> {
+    /// The delta rule, token by token: `delta_chunks` is held to it too, without gain and gate, and needs what `prepare_chunks` was
+    /// bound to.
+    pub(super) fn delta(&self, gate: bool) -> Option<Expected> {
         let (w, g) = (self.gdn()?, &self.config.gdn);
         let (dk, dv, heads) = (g.key_dim, g.value_dim, g.value_heads);
         let key_width = g.key_heads * dk;
         let shared_by = heads / g.key_heads;
         let (mut state, pending) = self.settled();
         let (mut gated, mut squares, mut added) = (Vec::new(), Vec::new(), Vec::new());
-        for (row, z) in self.rows("z", g.value_width()).enumerate() {
+        for row in 0..self.scratch("qkv").len() / g.conv_channels() {
             let u = self.convolved(w, row);
             let (mut keys, mut errors, mut decays) = (Vec::new(), Vec::new(), Vec::new());
             for (head, s) in state.chunks_exact_mut(dk * dv).enumerate() {
                 let inputs = self.query_and_key(&u, head / shared_by);
                 let gates = self.gates(w, row, head);
                 let (o, of_head) = token(s, &inputs, gates, &u[2 * key_width + head * dv..][..dv]);
-                let z = &z[head * dv..][..dv];
-                gated.extend(o.iter().zip(&w.norm).zip(z).map(|((o, g), z)| o * g * silu(*z)));
+                if gate {
+                    let z = &self.scratch("z")[row * g.value_width() + head * dv..][..dv];
+                    gated.extend(o.iter().zip(&w.norm).zip(z).map(|((o, g), z)| o * g * silu(*z)));
+                } else {
+                    gated.extend(&o);
+                }
                 squares.extend(o.chunks_exact(32).map(|o| o.iter().map(|o| o * o).sum::<f32>()));
                 if head % shared_by == 0 {
                     keys.extend_from_slice(&inputs[1]);
@@ -134,6 +139,13 @@ impl Launched<'_> {
             scratch("gated", gated),
             scratch("squares", squares),
         ])
+    }
+
+    /// With gain and gate, normed.
+    pub(super) fn gated_heads(&self) -> Option<Vec<f32>> {
+        let gains = self.gdn()?.norm.iter().cycle();
+        let gates = gains.zip(self.scratch("z")).map(|(gain, z)| gain * silu(*z));
+        Some(self.normed_heads().into_iter().zip(gates).map(|(o, gate)| o * gate).collect())
     }
 
     pub(super) fn normed_heads(&self) -> Vec<f32> {
