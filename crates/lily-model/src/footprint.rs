@@ -23,7 +23,7 @@ pub struct PartBytes {
 pub struct Footprint {
     /// Weights, in the order of [`Part`].
     pub parts: Vec<PartBytes>,
-    /// Values of recurrent state per sequence; all are read and written for every token.
+    /// Values of recurrent state per sequence; all are read for every token.
     pub recurrent_values: u64,
     /// Values of convolution state per sequence; all are read and written for every token.
     pub conv_values: u64,
