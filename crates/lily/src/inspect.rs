@@ -110,14 +110,14 @@ struct Part {
 #[derive(Serialize)]
 struct State {
     held_by: &'static str,
-    /// Recurrent and convolution state, however long the sequence is.
+    /// Recurrent and convolution state with its log, however long the sequence is.
     fixed_bytes: u64,
     kv_bytes_per_token: u64,
     /// For a sequence as long as the context.
     bytes_at_context: u64,
     /// Weights and state of one sequence as long as the context.
     memory_bytes: u64,
-    /// Weights, fixed state read and written, K/V of all earlier positions read.
+    /// Weights, what is read and written of fixed state, K/V of all earlier positions read.
     bytes_per_decoded_token_at_start: u64,
     bytes_per_decoded_token_at_context: u64,
 }
