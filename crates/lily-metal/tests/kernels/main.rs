@@ -385,7 +385,7 @@ fn each_kernel_with_tensor_operations_computes_what_the_reference_does_at_edge_s
 }
 
 #[test]
-#[ignore = "half a minute: long contexts"]
+#[ignore = "four minutes, 21 GB: long contexts"]
 fn attention_is_right_at_far_positions() {
     let nano = nano();
     let mut machine = nano.machine(KvType::F32, Guard::End);
