@@ -187,17 +187,13 @@ impl CudaBackend {
         })
     }
 
-    /// Whether a step of so many segments may leave updates of states in logs. All sequences write theirs in the same step: few that do
-    /// take a step nearly as long as all.
-    fn may_defer(&self, segments: usize) -> bool {
-        self.device.reads_logs(segments) && self.since_written < PENDING
-    }
-
     /// Enqueues a checked step into flight `flight`.
     fn enqueue(&mut self, batch: &Batch, flight: usize) -> Result<Plan, BackendError> {
         let layout = self.device.layout;
-        let defer = self.may_defer(batch.segments.len());
-        if !self.device.reads_logs(batch.segments.len()) {
+        let reads_logs = self.device.reads_logs(batch.segments.len());
+        // All sequences write their states in the same step: few that do take a step nearly as long as all.
+        let defer = reads_logs && self.since_written < PENDING;
+        if !reads_logs {
             for segment in &batch.segments {
                 self.device.settle(self.states.sequence_mut(segment.seq)?)?;
             }
@@ -318,13 +314,11 @@ impl Backend for CudaBackend {
 
     /// Takes a slot, and no page: those are shared.
     fn snapshot(&mut self, seq: SeqId) -> Result<SnapshotId, BackendError> {
-        let from = self.states.sequence(seq)?;
-        self.check_room(from.len, 0)?;
+        self.check_room(self.states.sequence(seq)?.len, 0)?;
         self.device.context.enter()?;
         let from = self.states.sequence_mut(seq)?;
         self.device.settle(from)?;
-        let from = from.clone();
-        let copy = self.device.state.copy(&from, from.len, true)?;
+        let copy = self.device.state.copy(from, from.len, true)?;
         Ok(self.states.add_snapshot(copy))
     }
 
@@ -367,16 +361,15 @@ impl Backend for CudaBackend {
         if let Some(pending) = self.pending.iter_mut().find(|p| p.flight == flight && p.results.is_none()) {
             pending.results = Some(Self::harvest(&self.flights, pending)?);
         }
-        let mut segments = Vec::new();
+        let (mut plan, mut segments) = (Plan::default(), Vec::new());
         if !batch.segments.is_empty() {
-            let plan = self.enqueue(batch, flight)?;
+            plan = self.enqueue(batch, flight)?;
             segments = self.fetch_logits(batch, &plan)?;
         }
-        let defer = self.may_defer(batch.segments.len());
-        self.since_written = if defer { self.since_written + 1 } else { 0 };
+        self.since_written = if plan.defer { self.since_written + 1 } else { 0 };
         for segment in &batch.segments {
             if let Ok(sequence) = self.states.sequence_mut(segment.seq) {
-                let defers = step::defers(sequence, segment.tokens.count(), defer);
+                let defers = step::defers(sequence, segment.tokens.count(), plan.defer);
                 sequence.pending = if defers { sequence.pending + 1 } else { 0 };
                 sequence.len += segment.tokens.count();
                 sequence.parity = 1 - sequence.parity;

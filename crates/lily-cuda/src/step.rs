@@ -67,6 +67,8 @@ pub struct Plan {
     pub logits: usize,
     /// Every segment is one token and draws one: what graphs are recorded for.
     pub decode: bool,
+    /// Updates of states may be left in logs.
+    pub defer: bool,
     /// Bytes of the buffer up to the last row that is used.
     pub head: usize,
     /// Biases that were written.
@@ -98,7 +100,7 @@ pub fn defers(sequence: &Sequence, rows: usize, defer: bool) -> bool {
 
 /// Writes a step into `out`; `sequences` are those of the batch's segments. `defer`: it may leave updates of states in logs.
 pub fn write(out: &mut [u8], layout: &Layout, batch: &Batch, sequences: &[&Sequence], defer: bool) -> Plan {
-    let mut plan = Plan { segments: batch.segments.len(), decode: true, ..Plan::default() };
+    let mut plan = Plan { segments: batch.segments.len(), decode: true, defer, ..Plan::default() };
     let mut put = |at: usize, words: &[u32]| {
         for (i, w) in words.iter().enumerate() {
             out[at + 4 * i..at + 4 * i + 4].copy_from_slice(&w.to_le_bytes());
