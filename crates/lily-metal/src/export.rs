@@ -62,6 +62,7 @@ pub fn read_header(
     if bytes.len() != expected {
         return Err(format!("it has {} bytes, expected {expected}", bytes.len()));
     }
+    state.check_slot(&bytes[HEADER + 4 * len..])?;
     let tokens = words[3..3 + len].iter().map(|w| u32::from_le_bytes(*w)).collect();
     Ok(Header { tokens, sampled: word(2).checked_sub(1) })
 }

@@ -3,7 +3,7 @@
 use lily_model::pool::{Lease, PAGE, PartSizes};
 
 use crate::device::{BufferId, Device, DeviceError, Encoder, Place};
-use crate::plan::{Contents, Plan, State};
+use crate::plan::{Contents, Plan, SETTLE_EVERY, State};
 
 /// What a slot's part of a buffer begins at a multiple of.
 const ALIGNMENT: usize = 256;
@@ -68,9 +68,33 @@ impl Layout {
         let slots: usize = self.slots.iter().map(|s| s.bytes).sum();
         slots + len * self.caches.iter().map(|c| c.row).sum::<usize>()
     }
+
+    /// Checks what is exported of a slot: kernels trust the number of pending tokens. Says what is wrong.
+    pub fn check_slot(&self, mut bytes: &[u8]) -> Result<(), String> {
+        for s in &self.slots {
+            let Some((piece, rest)) = bytes.split_at_checked(s.bytes) else {
+                return Err("its state is cut off".to_owned());
+            };
+            bytes = rest;
+            let (layer, state) = s.contents;
+            let counts = piece.as_chunks::<4>().0.iter().map(|word| u32::from_le_bytes(*word));
+            if let (State::Pending, Some(most)) = (state, counts.max())
+                && most as usize >= SETTLE_EVERY
+            {
+                let room = SETTLE_EVERY - 1;
+                return Err(format!("layer {layer} has {most} pending tokens, its log has room for {room}"));
+            }
+        }
+        Ok(())
+    }
 }
 
 impl StateMemory {
+    /// As [`Layout::check_slot`].
+    pub fn check_slot(&self, bytes: &[u8]) -> Result<(), String> {
+        self.layout.check_slot(bytes)
+    }
+
     /// Makes it for so many slots and pages.
     pub fn new(
         device: &mut dyn Device,
@@ -151,5 +175,29 @@ impl StateMemory {
             self.page_places(page).map(move |(place, row)| (place, rows(i) * row))
         });
         self.slot_places(lease.slot).chain(cached)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use lily_model::config::Config;
+    use lily_model::presets::CONFIG_35B_A3B;
+
+    use super::*;
+    use crate::plan::{KvType, plan};
+
+    #[test]
+    fn a_slot_with_more_pending_tokens_than_a_log_holds_is_refused() {
+        let config = Config::from_json(CONFIG_35B_A3B).unwrap();
+        let layout = Layout::new(&plan(&config, 64, KvType::Bf16).unwrap(), 64);
+        let mut bytes = vec![0; layout.exported(0)];
+        assert_eq!(layout.check_slot(&bytes), Ok(()));
+        let last = layout.slots.iter().rposition(|s| s.contents.1 == State::Pending).unwrap();
+        let at = layout.slots[..=last].iter().map(|s| s.bytes).sum::<usize>() - 4;
+        bytes[at] = 3;
+        assert_eq!(layout.check_slot(&bytes), Ok(()));
+        bytes[at] = 4;
+        let e = layout.check_slot(&bytes).unwrap_err();
+        assert!(e.contains("has 4 pending tokens, its log has room for 3"), "{e}");
     }
 }
