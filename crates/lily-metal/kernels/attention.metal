@@ -313,7 +313,7 @@ kernel void out_attention(
     float sums[ROWS] = {0.0f};
     for (uint col = lane * INPUTS; col < QUERY_WIDTH; col += STRIDE) {
         const Inputs in = plain_inputs(attended, col);
-        multiply<MATRIX_BITS>(sums, in, m, row, ROWS, QUERY_WIDTH, col);
+        multiply<MATRIX_BITS, ROWS>(sums, in, m, row, ROWS, QUERY_WIDTH, col);
     }
     for (uint r = 0; r < ROWS; ++r) {
         const float sum = simd_sum(sums[r]);

@@ -57,6 +57,14 @@ inline Inputs plain_inputs(const device float* x, uint at) {
     return in;
 }
 
+/// Multiplies inputs by one factor.
+inline void scale_inputs(thread Inputs& in, float factor) {
+    for (uint i = 0; i < INPUTS; ++i) {
+        in.x[i] *= factor;
+    }
+    in.sum *= factor;
+}
+
 /// Inputs times the gains of a norm; adds their own squares to `squares`. The norm's factor is applied to the product.
 inline Inputs gained_inputs(const device float* x, const device float* gains, uint at, thread float& squares) {
     Inputs in = plain_inputs(x, at);
@@ -79,69 +87,75 @@ inline float norm_factor(float squares, uint width) {
     return rsqrt(simd_sum(squares) / float(width) + NORM_EPS);
 }
 
-/// Adds to `sums` the products of inputs at `col` with `count` rows of a matrix from `row` on.
-template <uint BITS>
-inline void multiply(thread float* sums, const thread Inputs& in, Matrix m, ulong row, uint count, uint cols, uint col);
+/// The eight codes of a word as halves: those at even places 1024 too large, those at odd ones 64. `codes[i]` has the codes i and i + 4.
+///
+/// Shifting each code down and making it a float would take eight clocks of the one unit in four that can. Instead, a code is set into
+/// the lower bits of a half that is 1024, or, where it lies four bits higher, of one that is 64: two codes at a time.
+inline void raised_codes(uint word, thread half2* codes) {
+    const uint later = word >> 8;
+    codes[0] = as_type<half2>((word & 0x000f000fu) | 0x64006400u);
+    codes[1] = as_type<half2>((word & 0x00f000f0u) | 0x54005400u);
+    codes[2] = as_type<half2>((later & 0x000f000fu) | 0x64006400u);
+    codes[3] = as_type<half2>((later & 0x00f000f0u) | 0x54005400u);
+}
 
-/// A code is used where it lies in a word, so the input is divided by what that multiplies it with, which is exact down to 2^-98.
-template <>
-inline void multiply<4>(thread float* sums, const thread Inputs& in, Matrix m, ulong row, uint count, uint cols, uint col) {
-    constexpr uint CODES = 8;
-    float x[INPUTS];
-    float place = 1.0f;
+/// The codes of a word of 4 or 8 bits each, exactly: a half has 11 bits.
+template <uint BITS> inline void codes_of(uint word, thread half* codes);
+
+template <> inline void codes_of<4>(uint word, thread half* codes) {
+    half2 raised[4];
+    raised_codes(word, raised);
+    for (uint i = 0; i < 4; ++i) {
+        const half2 two = raised[i] - as_type<half2>(i % 2 == 0 ? 0x64006400u : 0x54005400u);
+        codes[i] = two.x;
+        codes[i + 4] = two.y;
+    }
+}
+
+template <> inline void codes_of<8>(uint word, thread half* codes) {
+    for (uint i = 0; i < 2; ++i) {
+        const half2 two = as_type<half2>((word >> (8 * i) & 0x00ff00ffu) | 0x64006400u) - as_type<half2>(0x64006400u);
+        codes[i] = two.x;
+        codes[i + 2] = two.y;
+    }
+}
+
+/// A matrix without the first `at` values.
+template <uint BITS> inline Matrix matrix_from(Matrix m, ulong at) {
+    return {m.codes + at * BITS / 8, m.scales + at / GROUP, m.biases + at / GROUP};
+}
+
+/// Product of a lane's inputs with the values from `at` on.
+template <uint BITS> inline float product_at(const thread Inputs& in, Matrix m, uint at) {
+    constexpr uint CODES = 32 / BITS;
+    const device uint* words = (const device uint*)(m.codes + at * BITS / 8);
+    float dot = 0.0f;
+    for (uint i = 0; i < INPUTS / CODES; ++i) {
+        half codes[CODES];
+        codes_of<BITS>(words[i], codes);
+        for (uint j = 0; j < CODES; ++j) {
+            dot += in.x[i * CODES + j] * float(codes[j]);
+        }
+    }
+    return float(m.scales[at / GROUP]) * dot + float(m.biases[at / GROUP]) * in.sum;
+}
+
+template <> inline float product_at<16>(const thread Inputs& in, Matrix m, uint at) {
+    const device bfloat* values = (const device bfloat*)m.codes + at;
+    float dot = 0.0f;
     for (uint i = 0; i < INPUTS; ++i) {
-        place = i % CODES == 0 ? 1.0f : place * (1.0f / 16.0f);
-        x[i] = in.x[i] * place;
+        dot += in.x[i] * float(values[i]);
     }
-    const ulong first = row * cols + col;
-    const device uchar* codes = m.codes + first / 2;
-    const device bfloat* scales = m.scales + first / GROUP;
-    const device bfloat* biases = m.biases + first / GROUP;
-    for (uint r = 0; r < ROWS; ++r) {
+    return dot;
+}
+
+/// Adds to `sums` the products of inputs at `col` with the rows of a matrix from `row` on: MOST rows, of which there are `count`.
+template <uint BITS, uint MOST>
+inline void multiply(thread float* sums, const thread Inputs& in, Matrix m, ulong row, uint count, uint cols, uint col) {
+    const Matrix here = matrix_from<BITS>(m, row * cols + col);
+    for (uint r = 0; r < MOST; ++r) {
         // A row that isn't there is read as the last one, and its sum not used.
-        const uint at = min(r, count - 1) * cols;
-        const device uint* words = (const device uint*)(codes + at / 2);
-        float dot = 0.0f;
-        for (uint i = 0; i < INPUTS / CODES; ++i) {
-            const uint word = words[i];
-            for (uint j = 0; j < CODES; ++j) {
-                dot += x[i * CODES + j] * float(word & (15u << (4 * j)));
-            }
-        }
-        sums[r] += float(scales[at / GROUP]) * dot + float(biases[at / GROUP]) * in.sum;
-    }
-}
-
-template <>
-inline void multiply<8>(thread float* sums, const thread Inputs& in, Matrix m, ulong row, uint count, uint cols, uint col) {
-    const ulong first = row * cols + col;
-    const device uchar* codes = m.codes + first;
-    const device bfloat* scales = m.scales + first / GROUP;
-    const device bfloat* biases = m.biases + first / GROUP;
-    for (uint r = 0; r < ROWS; ++r) {
-        const uint at = min(r, count - 1) * cols;
-        const device uint* words = (const device uint*)(codes + at);
-        float dot = 0.0f;
-        for (uint i = 0; i < INPUTS / 4; ++i) {
-            const uint word = words[i];
-            dot += in.x[4 * i] * float(word & 0xff);
-            dot += in.x[4 * i + 1] * float(word >> 8 & 0xff);
-            dot += in.x[4 * i + 2] * float(word >> 16 & 0xff);
-            dot += in.x[4 * i + 3] * float(word >> 24);
-        }
-        sums[r] += float(scales[at / GROUP]) * dot + float(biases[at / GROUP]) * in.sum;
-    }
-}
-
-template <>
-inline void multiply<16>(thread float* sums, const thread Inputs& in, Matrix m, ulong row, uint count, uint cols, uint col) {
-    for (uint r = 0; r < ROWS; ++r) {
-        const device bfloat* values = (const device bfloat*)m.codes + (row + min(r, count - 1)) * cols + col;
-        float dot = 0.0f;
-        for (uint i = 0; i < INPUTS; ++i) {
-            dot += in.x[i] * float(values[i]);
-        }
-        sums[r] += dot;
+        sums[r] += product_at<BITS>(in, here, min(r, count - 1) * cols);
     }
 }
 
@@ -155,7 +169,7 @@ inline void normed_product(
     }
     for (uint col = lane * INPUTS; col < HIDDEN; col += STRIDE) {
         const Inputs in = gained_inputs(x, gains, col, squares);
-        multiply<MATRIX_BITS>(sums, in, m, row, count, HIDDEN, col);
+        multiply<MATRIX_BITS, ROWS>(sums, in, m, row, count, HIDDEN, col);
     }
     const float factor = norm_factor(squares, HIDDEN);
     for (uint r = 0; r < ROWS; ++r) {

@@ -312,12 +312,8 @@ kernel void out_gdn(
     float sums[ROWS] = {0.0f};
     for (uint col = lane * INPUTS; col < VALUE_WIDTH; col += STRIDE) {
         Inputs in = plain_inputs(gated, col);
-        const float factor = head_factor(squares, col / VALUE_DIM);
-        for (uint i = 0; i < INPUTS; ++i) {
-            in.x[i] *= factor;
-        }
-        in.sum *= factor;
-        multiply<MATRIX_BITS>(sums, in, m, row, ROWS, VALUE_WIDTH, col);
+        scale_inputs(in, head_factor(squares, col / VALUE_DIM));
+        multiply<MATRIX_BITS, ROWS>(sums, in, m, row, ROWS, VALUE_WIDTH, col);
     }
     for (uint r = 0; r < ROWS; ++r) {
         const float sum = simd_sum(sums[r]);

@@ -61,22 +61,23 @@ kernel void norm_rows(
 
 /// Values of 16 inputs from `at` on.
 template <uint BITS> inline void dequantise(Matrix m, ulong at, threadgroup float* to) {
-    if (BITS == 16) {
-        const device bfloat* values = (const device bfloat*)m.codes + at;
-        for (uint i = 0; i < INPUTS; ++i) {
-            to[i] = float(values[i]);
-        }
-        return;
-    }
     const float scale = float(m.scales[at / GROUP]);
     const float bias = float(m.biases[at / GROUP]);
     const device uint* words = (const device uint*)(m.codes + at * BITS / 8);
     constexpr uint CODES = 32 / BITS;
     for (uint i = 0; i < INPUTS / CODES; ++i) {
-        const uint word = words[i];
+        half codes[CODES];
+        codes_of<BITS>(words[i], codes);
         for (uint j = 0; j < CODES; ++j) {
-            to[i * CODES + j] = scale * float(word >> (j * BITS) & ((1u << BITS) - 1)) + bias;
+            to[i * CODES + j] = scale * float(codes[j]) + bias;
         }
+    }
+}
+
+template <> inline void dequantise<16>(Matrix m, ulong at, threadgroup float* to) {
+    const device bfloat* values = (const device bfloat*)m.codes + at;
+    for (uint i = 0; i < INPUTS; ++i) {
+        to[i] = float(values[i]);
     }
 }
 
@@ -238,8 +239,10 @@ template <uint BITS> inline void few_values(Matrix m, ulong at, thread float* to
     const uint word = *(const device uint*)(m.codes + at / 2);
     const float scale = float(m.scales[at / GROUP]);
     const float bias = float(m.biases[at / GROUP]);
+    half codes[FEW_INPUTS];
+    codes_of<BITS>(word, codes);
     for (uint i = 0; i < FEW_INPUTS; ++i) {
-        to[i] = scale * float(word >> (4 * i) & 15) + bias;
+        to[i] = scale * float(codes[i]) + bias;
     }
 }
 

@@ -66,8 +66,8 @@ kernel void gate_up_tensor(
         up = {shared_up_codes, shared_up_scales, shared_up_biases};
     }
     const ulong row = (shared ? 0 : ulong(expert) * EXPERT_WIDTH) + first_out;
-    gate = from_row(gate, row, HIDDEN);
-    up = from_row(up, row, HIDDEN);
+    gate = matrix_from<MATRIX_BITS>(gate, row * HIDDEN);
+    up = matrix_from<MATRIX_BITS>(up, row * HIDDEN);
     const device half* from = sorted + ulong(tiles[group.y].first) * HIDDEN;
     HalfTile weights = half_tile(tile, TENSOR_OUTS);
     TensorProduct<int(PAIR_ROWS)> product;
@@ -134,7 +134,7 @@ kernel void down_tensor(
         m = {shared_codes, shared_scales, shared_biases};
     }
     const uint cols = shared ? SHARED_WIDTH : EXPERT_WIDTH;
-    const Matrix from = from_row(m, (shared ? 0 : ulong(expert) * HIDDEN) + first_out, cols);
+    const Matrix from = matrix_from<MATRIX_BITS>(m, ((shared ? 0 : ulong(expert) * HIDDEN) + first_out) * cols);
     const device half* inputs = middle + ulong(tiles[group.y].first) * MIDDLE;
     TensorProduct<int(PAIR_ROWS)> product;
     auto sums = product.get_destination_cooperative_tensor<HalfRows, HalfTile, float>();

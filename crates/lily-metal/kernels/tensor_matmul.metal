@@ -65,18 +65,10 @@ inline uint4 half_run(float4 a, float4 b) {
     return run;
 }
 
-/// A matrix without the rows before `row`.
-inline Matrix from_row(Matrix m, ulong row, uint cols) {
-    const ulong at = row * cols;
-    return {m.codes + at * MATRIX_BITS / 8, m.scales + at / GROUP, m.biases + at / GROUP};
-}
-
 /// Eight weights from `at` on, rounded to half.
 ///
-/// Shifting each code down and making it a float would take eight clocks of the one unit in four that can. Instead, a code is set
-/// into the lower bits of a half that is 1024, or, where it lies four bits higher, of one that is 64: two codes at a time, three
-/// instructions. What they are too large by is taken from the bias. All of that is exact, so that the weight is rounded as `dequantise`
-/// rounds it, unless the bias is below a 32nd of the scale and not 0: then it may be off by 2^-14 of the scale.
+/// What the codes are raised by is taken from the bias. That is exact, so that the weight is rounded as `dequantise` rounds it, unless
+/// the bias is below a 32nd of the scale and not 0: then it may be off by 2^-14 of the scale.
 inline uint4 half_weights(Matrix m, uint at) {
     if (MATRIX_BITS == 16) {
         const device bfloat* values = (const device bfloat*)m.codes + at;
@@ -91,17 +83,13 @@ inline uint4 half_weights(Matrix m, uint at) {
     const float bias = float(m.biases[at / GROUP]);
     const float low = bias - 1024.0f * scale;
     const float high = bias - 64.0f * scale;
-    const uint word = *(const device uint*)(m.codes + at / 2);
-    const uint later = word >> 8;
-    const half2 codes_04 = as_type<half2>((word & 0x000f000fu) | 0x64006400u);
-    const half2 codes_15 = as_type<half2>((word & 0x00f000f0u) | 0x54005400u);
-    const half2 codes_26 = as_type<half2>((later & 0x000f000fu) | 0x64006400u);
-    const half2 codes_37 = as_type<half2>((later & 0x00f000f0u) | 0x54005400u);
+    half2 codes[4];
+    raised_codes(*(const device uint*)(m.codes + at / 2), codes);
     uint4 run;
-    run.x = half_pair(scale * float(codes_04.x) + low, scale * float(codes_15.x) + high);
-    run.y = half_pair(scale * float(codes_26.x) + low, scale * float(codes_37.x) + high);
-    run.z = half_pair(scale * float(codes_04.y) + low, scale * float(codes_15.y) + high);
-    run.w = half_pair(scale * float(codes_26.y) + low, scale * float(codes_37.y) + high);
+    run.x = half_pair(scale * float(codes[0].x) + low, scale * float(codes[1].x) + high);
+    run.y = half_pair(scale * float(codes[2].x) + low, scale * float(codes[3].x) + high);
+    run.z = half_pair(scale * float(codes[0].y) + low, scale * float(codes[1].y) + high);
+    run.w = half_pair(scale * float(codes[2].y) + low, scale * float(codes[3].y) + high);
     return run;
 }
 
@@ -140,7 +128,7 @@ inline void tensor_tile(
     const uint first_row = group.y * M;
     const uint first_out = group.x * TENSOR_OUTS;
     const device half* inputs = x + ulong(first_row) * p->cols;
-    const Matrix from = from_row(m, first_out, p->cols);
+    const Matrix from = matrix_from<MATRIX_BITS>(m, ulong(first_out) * p->cols);
     TensorProduct<int(M)> product;
     auto sums = product.template get_destination_cooperative_tensor<HalfRows, HalfTile, float>();
     multiply_tensors<M>(product, sums, inputs, p->cols, from, p->outs - first_out, p->cols, tile, thread_index);

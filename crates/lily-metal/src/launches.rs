@@ -11,6 +11,8 @@ pub const ROWS: usize = 4;
 /// Rows of a threadgroup that multiplies: `PRODUCT_SIMDGROUPS` times that.
 pub const PRODUCT_ROWS: usize = 4 * ROWS;
 const PRODUCT_THREADS: usize = 4 * LANES;
+/// Rows of a threadgroup of `router` that makes logits: `PRODUCT_SIMDGROUPS * ROUTER_ROWS` of `moe.metal`.
+const ROUTER_BLOCK: usize = 8;
 /// SIMD-groups of `lm_head`: `HEAD_SIMDGROUPS` of `head.metal`.
 pub const HEAD_SIMDGROUPS: usize = 8;
 /// SIMD-groups of `finish`.
@@ -19,18 +21,10 @@ const FINISH_SIMDGROUPS: usize = 32;
 pub const MIXER_SIMDGROUPS: usize = 8;
 
 impl Builder<'_> {
-    /// A launch that multiplies `rows` rows of a matrix with each token, slot by slot.
-    fn product(
-        &mut self,
-        kernel: &'static str,
-        rows: usize,
-        [slots, tokens]: [usize; 2],
-        bindings: Vec<Binding>,
-    ) {
-        let memory = if slots > 1 { vec![16, 16] } else { Vec::new() };
-        let blocks = rows.div_ceil(PRODUCT_ROWS);
-        let grid = if slots > 1 { [blocks, slots, tokens] } else { [blocks, tokens, 1] };
-        self.launch(kernel, grid, PRODUCT_THREADS, memory, bindings);
+    /// A launch that multiplies `rows` rows of a matrix with each token.
+    fn product(&mut self, kernel: &'static str, rows: usize, tokens: usize, bindings: Vec<Binding>) {
+        let grid = [rows.div_ceil(PRODUCT_ROWS), tokens, 1];
+        self.launch(kernel, grid, PRODUCT_THREADS, Vec::new(), bindings);
     }
 
     /// Token embedding of a segment.
@@ -65,7 +59,7 @@ impl Builder<'_> {
             .scratch("b", g.value_heads, &one, Access::Write)
             .scratch("a", g.value_heads, &one, Access::Write)
             .list;
-        self.product("project_gdn", channels + value_width + 2 * g.value_heads, [1, 1], bindings);
+        self.product("project_gdn", channels + value_width + 2 * g.value_heads, 1, bindings);
 
         self.delta(0, layer);
 
@@ -76,7 +70,7 @@ impl Builder<'_> {
             .matrix(&name("out_proj"), 1)
             .x(&one, Access::ReadWrite)
             .list;
-        self.product("out_gdn", hidden, [1, 1], bindings);
+        self.product("out_gdn", hidden, 1, bindings);
     }
 
     /// The delta rule over the tokens of a segment.
@@ -128,7 +122,7 @@ impl Builder<'_> {
             .scratch("new_keys", kv_width, &one, Access::Write)
             .scratch("new_values", kv_width, &one, Access::Write)
             .list;
-        self.product("project_attention", 2 * (query_width + kv_width), [1, 1], bindings);
+        self.product("project_attention", 2 * (query_width + kv_width), 1, bindings);
 
         self.attend(0, layer);
         self.combine(0);
@@ -139,7 +133,7 @@ impl Builder<'_> {
             .matrix(&name("o_proj"), 1)
             .x(&one, Access::ReadWrite)
             .list;
-        self.product("out_attention", hidden, [1, 1], bindings);
+        self.product("out_attention", hidden, 1, bindings);
     }
 
     /// Attention of the one token of a segment.
@@ -194,9 +188,13 @@ impl Builder<'_> {
             .vector(&norm)
             .matrix(&name("gate"), tokens)
             .matrix(&name("shared_expert_gate"), tokens)
+            .matrix(&name("shared_expert.gate_proj"), tokens)
+            .matrix(&name("shared_expert.up_proj"), tokens)
             .scratch("router_logits", m.experts + 1, &rows, Access::Write)
+            .scratch("middle", slots * width, &rows, Access::Write)
             .list;
-        self.product("router", m.experts + 1, [1, tokens], bindings);
+        let blocks = m.experts / ROUTER_BLOCK + 1 + m.shared_width.div_ceil(PRODUCT_ROWS);
+        self.launch("router", [blocks, tokens, 1], PRODUCT_THREADS, Vec::new(), bindings);
 
         let bindings = self
             .bind()
@@ -205,12 +203,11 @@ impl Builder<'_> {
             .scratch("router_logits", m.experts + 1, &rows, Access::Read)
             .experts(&name("switch_mlp.gate_proj"), tokens, chosen)
             .experts(&name("switch_mlp.up_proj"), tokens, chosen)
-            .matrix(&name("shared_expert.gate_proj"), tokens)
-            .matrix(&name("shared_expert.up_proj"), tokens)
             .scratch("middle", slots * width, &rows, Access::Write)
             .scratch("chosen", m.experts_per_token, &rows, Access::Write)
             .list;
-        self.product("gate_up", width, [slots, tokens], bindings);
+        let blocks = m.expert_width.div_ceil(PRODUCT_ROWS);
+        self.launch("gate_up", [blocks, slots - 1, tokens], PRODUCT_THREADS, vec![16, 16], bindings);
 
         let bindings = self
             .bind()
@@ -218,9 +215,10 @@ impl Builder<'_> {
             .scratch("chosen", m.experts_per_token, &rows, Access::Read)
             .experts(&name("switch_mlp.down_proj"), tokens, chosen)
             .matrix(&name("shared_expert.down_proj"), tokens)
+            .scratch("router_logits", m.experts + 1, &rows, Access::Read)
             .x(x, Access::ReadWrite)
             .list;
-        self.product("down", hidden, [1, tokens], bindings);
+        self.product("down", hidden, tokens, bindings);
     }
 
     /// Name of the matrix that makes logits.

@@ -39,8 +39,9 @@ fn right_kernels_pass() {
 #[test]
 fn a_broken_kernel_is_named_with_what_it_did() {
     let model = nano();
-    let mutants: [(&[&str], _, _, _); 6] = [
-        (&["gate_up"], "= weight * silu(g) * u;", "= weight * silu(u) * g;", "middle["),
+    let mutants: [(&[&str], _, _, _); 7] = [
+        (&["router", "gate_up"], "= weight * silu(g) * u;", "= weight * silu(u) * g;", "middle["),
+        (&["down"], "scale_inputs(in, weight);", "scale_inputs(in, -weight);", "x["),
         (&["finish", "advance"], "position[0] += rows[0];", "position[0] += 2;", "position is Some("),
         (&["finish"], "counter[0]) * 0xd2511f53u", "counter[0]) * 0xd2511f51u", "token is Some("),
         // `delta_chunks` is held to tokens one by one, whatever it gets.

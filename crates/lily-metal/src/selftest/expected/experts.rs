@@ -10,11 +10,18 @@ use super::{Contents, Expected, Launched, add, bits, halves, product, scratch};
 const PAIR_ROWS: usize = 32;
 
 impl Launched<'_> {
+    /// The logits, and the shared expert's values, which have no weight yet.
     pub(super) fn router(&self) -> Option<Expected> {
         let moe = &self.of_layer()?.moe;
-        let logits = |h: &Vec<f32>| [matvec(&moe.router, h), matvec(&moe.shared_gate, h)].concat();
+        let (k, width) = (self.config.moe.experts_per_token, self.middle_width());
         let rows = self.normed_input(self.middle_norm());
-        Some(vec![scratch("router_logits", rows.iter().flat_map(logits).collect())])
+        let logits = |h: &Vec<f32>| [matvec(&moe.router, h), matvec(&moe.shared_gate, h)].concat();
+        let logits = rows.iter().flat_map(logits).collect();
+        let mut middle = self.scratch("middle").to_vec();
+        for (h, slots) in rows.iter().zip(middle.chunks_exact_mut((k + 1) * width)) {
+            swiglu(&moe.shared, h, 1.0, false, &mut slots[k * width..]);
+        }
+        Some(vec![scratch("router_logits", logits), scratch("middle", middle)])
     }
 
     /// Experts and their weights, by the router's logits of each row, and the one of the shared expert's gate.
@@ -54,12 +61,13 @@ impl Launched<'_> {
     }
 
     pub(super) fn gate_up(&self) -> Option<Expected> {
-        let (m, width) = (&self.config.moe, self.middle_width());
+        let (k, width) = (self.config.moe.experts_per_token, self.middle_width());
         let (mut middle, mut all) = (self.scratch("middle").to_vec(), Vec::new());
-        let mut slots = middle.chunks_exact_mut(width);
-        for (h, (chosen, weights)) in self.normed_input(self.middle_norm()).iter().zip(self.routes()) {
-            for (&expert, weight) in chosen.iter().chain([&m.experts]).zip(weights) {
-                swiglu(self.expert(expert)?, h, weight, false, slots.next()?);
+        let rows = self.normed_input(self.middle_norm());
+        let slots = middle.chunks_exact_mut((k + 1) * width);
+        for ((h, slots), (chosen, weights)) in rows.iter().zip(slots).zip(self.routes()) {
+            for ((&expert, weight), slot) in chosen.iter().zip(weights).zip(slots.chunks_exact_mut(width)) {
+                swiglu(self.expert(expert)?, h, weight, false, slot);
             }
             all.extend(chosen.into_iter().map(bits));
         }
@@ -67,15 +75,19 @@ impl Launched<'_> {
     }
 
     pub(super) fn down(&self) -> Option<Expected> {
-        let (c, width, k) = (&self.config, self.middle_width(), self.config.moe.experts_per_token);
+        let (m, width, k) = (&self.config.moe, self.middle_width(), self.config.moe.experts_per_token);
         let mut x = Vec::new();
         let middles = self.rows("middle", (k + 1) * width).zip(self.rows("chosen", k));
-        for (row, (middles, chosen)) in self.x().zip(middles) {
-            let experts = chosen.iter().map(|e| e.to_bits() as usize).chain([c.moe.experts]);
+        let shares = self.rows("router_logits", m.experts + 1).map(|logits| sigmoid(logits[m.experts]));
+        for ((row, (middles, chosen)), share) in self.x().zip(middles).zip(shares) {
+            let chosen = chosen.iter().map(|e| (e.to_bits() as usize, 1.0));
             let mut row = row.to_vec();
-            for (expert, middle) in experts.zip(middles.chunks_exact(width)) {
+            for ((expert, weight), middle) in
+                chosen.chain([(m.experts, share)]).zip(middles.chunks_exact(width))
+            {
                 let down = &self.expert(expert)?.down;
-                row = add(&row, &matvec(down, &middle[..down.cols]));
+                let y = matvec(down, &middle[..down.cols]).into_iter().map(|y| weight * y);
+                row = add(&row, &y.collect::<Vec<_>>());
             }
             x.extend(row);
         }
