@@ -407,34 +407,48 @@ kernel void attend(
     merge_streams(held, merged, merged_weights, parts, weights, group, thread_index, simdgroup, lane);
 }
 
-/// Merges the parts of a query head of a token and applies the output gate.
+/// Parts whose values a thread of `combine` asks for at once.
+constant constexpr uint MERGED = 8;
+
+/// Merges the parts of a query head of a token and applies the output gate: a dimension each thread. Lanes have the factors of a
+/// part each.
 template <class To>
 inline void merge_parts(
     const device float* queries, const device float* parts, const device float* weights, const device uint* position,
-    const device Chunk* chunk, device To* attended, uint2 group, uint thread_index
+    const device Chunk* chunk, device To* attended, uint2 group, uint dim, uint lane
 ) {
+    // Whole SIMD-groups.
+    if (dim >= HEAD_DIM) {
+        return;
+    }
     const uint count = position[0] + chunk->rows;
     const uint length = part_length(count, chunk->parts);
     const uint used = (count + length - 1) / length;
     const uint head = group.y * HEADS + group.x;
-    const device float* mine = parts + ulong(head) * chunk->parts * HEAD_DIM;
+    const device float* mine = parts + ulong(head) * chunk->parts * HEAD_DIM + dim;
     const device float* of_part = weights + 2 * ulong(head) * chunk->parts;
     float highest = LOWEST;
-    for (uint p = 0; p < used; ++p) {
+    for (uint p = lane; p < used; p += LANES) {
         highest = max(highest, of_part[2 * p]);
     }
+    highest = simd_max(highest);
     float total = 0.0f;
-    for (uint p = 0; p < used; ++p) {
-        total += exp(of_part[2 * p] - highest) * of_part[2 * p + 1];
-    }
-    for (uint i = thread_index; i < HEAD_DIM; i += 256) {
-        float sum = 0.0f;
-        for (uint p = 0; p < used; ++p) {
-            sum += exp(of_part[2 * p] - highest) * mine[p * HEAD_DIM + i];
+    float sum = 0.0f;
+    for (uint first = 0; first < used; first += LANES) {
+        const uint own = first + lane;
+        const float factor = own < used ? exp(of_part[2 * own] - highest) : 0.0f;
+        total += own < used ? factor * of_part[2 * own + 1] : 0.0f;
+        for (uint p = 0; p < min(LANES, used - first); p += MERGED) {
+#pragma unroll
+            for (uint i = 0; i < MERGED; ++i) {
+                // Behind the last part, that one times 0.
+                const float value = mine[min(first + p + i, used - 1) * HEAD_DIM];
+                sum = fma(simd_broadcast(factor, ushort(p + i)), value, sum);
+            }
         }
-        const float gate = queries[ulong(2 * head + 1) * HEAD_DIM + i];
-        attended[ulong(head) * HEAD_DIM + i] = To(sum / total * sigmoid(gate));
     }
+    const float gate = queries[ulong(2 * head + 1) * HEAD_DIM + dim];
+    attended[ulong(head) * HEAD_DIM + dim] = To(sum / simd_sum(total) * sigmoid(gate));
 }
 
 [[max_total_threads_per_threadgroup(256)]]
@@ -446,9 +460,10 @@ kernel void combine(
     const device Chunk* chunk [[buffer(4)]],
     device float* attended [[buffer(5)]],
     uint2 group [[threadgroup_position_in_grid]],
-    uint thread_index [[thread_index_in_threadgroup]]
+    uint thread_index [[thread_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]
 ) {
-    merge_parts(queries, parts, weights, position, chunk, attended, group, thread_index);
+    merge_parts(queries, parts, weights, position, chunk, attended, group, thread_index, lane);
 }
 
 /// The output projection and the residual: x += W y.
