@@ -199,7 +199,7 @@ inline float dimension(const thread Row<bfloat>& row, uint i) {
 }
 
 /// What a SIMD-group has of its HELD query heads: of each lane's dimensions the query and the weighted sum of values; and of the
-/// head of a lane's score the highest one, and the sum of the lane's weights.
+/// head of a lane's score the highest one, and the sum of the lane's weights. To be in registers, so what indexes it is unrolled.
 struct Held {
     float q[HELD][DIMS];
     float o[HELD][DIMS];
@@ -383,8 +383,10 @@ kernel void attend(
     Held held;
     held.top = LOWEST;
     held.total = 0.0f;
+#pragma unroll
     for (uint h = 0; h < HELD; ++h) {
         const threadgroup float* head = heads + (simdgroup % SETS * HELD + h) * HEAD_DIM;
+#pragma unroll
         for (uint i = 0; i < DIMS; ++i) {
             held.q[h][i] = rotated(head, turn, lane * DIMS + i) * rsqrt(float(HEAD_DIM));
             held.o[h][i] = 0.0f;
