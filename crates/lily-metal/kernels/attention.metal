@@ -20,9 +20,8 @@ constant constexpr uint STREAMS = ATTEND_SIMDGROUPS / SETS;
 constant constexpr uint DIMS = HEAD_DIM / LANES;
 /// Positions that a SIMD-group takes at a time, all of one page.
 constant constexpr uint TAKEN = 4;
-/// Their scores, by head, then position, of a number of heads that is a power of two; and lanes that have the same one.
+/// Their scores, by head, then position, of a number of heads that is a power of two. A lane has score `lane % SCORES`.
 constant constexpr uint SCORES = (HELD == 3 ? 4 : HELD) * TAKEN;
-constant constexpr uint SHARERS = LANES / SCORES;
 constant constexpr uint HALF_ROTARY = ROTARY_DIM / 2;
 constant constexpr float LOWEST = -1e30f;
 
@@ -207,27 +206,27 @@ struct Held {
     float total;
 };
 
-/// Sums over a SIMD-group, all at once: of score `lane / SHARERS`. At each step a lane keeps half of its scores, and gives the other
-/// half to the lane that keeps those: (COUNT - 1) * 5 instructions where as many times `simd_sum` takes COUNT * 15.
+/// Sums over a SIMD-group, all at once: that of the lane's score. At each step a lane keeps every other one, and gives the rest to the
+/// lane that keeps those: SCORES times 5 instructions where as many times `simd_sum` takes 15, and the same sums. COUNT are left.
 template <uint COUNT> inline float sum_of_lane(thread float* scores, uint lane);
 
 template <> inline float sum_of_lane<1>(thread float* scores, uint) {
     float sum = scores[0];
-    for (ushort step = SHARERS / 2; step > 0; step /= 2) {
+    for (ushort step = SCORES; step < LANES; step *= 2) {
         sum += simd_shuffle_xor(sum, step);
     }
     return sum;
 }
 
 template <uint COUNT> inline float sum_of_lane(thread float* scores, uint lane) {
-    constexpr uint HALF = COUNT / 2;
-    const bool upper = (lane & HALF * SHARERS) != 0;
-    for (uint i = 0; i < HALF; ++i) {
-        const float kept = upper ? scores[HALF + i] : scores[i];
-        const float given = upper ? scores[i] : scores[HALF + i];
-        scores[i] = kept + simd_shuffle_xor(given, ushort(HALF * SHARERS));
+    constexpr uint STEP = SCORES / COUNT;
+    const bool odd = (lane & STEP) != 0;
+    for (uint i = 0; i < COUNT / 2; ++i) {
+        const float kept = odd ? scores[2 * i + 1] : scores[2 * i];
+        const float given = odd ? scores[2 * i] : scores[2 * i + 1];
+        scores[i] = kept + simd_shuffle_xor(given, ushort(STEP));
     }
-    return sum_of_lane<HALF>(scores, lane);
+    return sum_of_lane<COUNT / 2>(scores, lane);
 }
 
 /// The lane's score: queries times keys.
@@ -249,7 +248,7 @@ inline float score_of_lane(const thread Held& held, const thread Row<KV>* key, u
 /// Takes the highest scores of the heads into account, of which one is a new one.
 inline void raise(thread Held& held, float score) {
     float now = max(held.top, score);
-    for (ushort step = SHARERS; step < SHARERS * TAKEN; step *= 2) {
+    for (ushort step = 1; step < TAKEN; step *= 2) {
         now = max(now, simd_shuffle_xor(now, step));
     }
     const float kept = exp(held.top - now);
@@ -257,7 +256,7 @@ inline void raise(thread Held& held, float score) {
     held.total *= kept;
 #pragma unroll
     for (uint h = 0; h < HELD; ++h) {
-        const float factor = simd_broadcast(kept, ushort(h * TAKEN * SHARERS));
+        const float factor = simd_broadcast(kept, ushort(h * TAKEN));
         for (uint i = 0; i < DIMS; ++i) {
             held.o[h][i] *= factor;
         }
@@ -269,7 +268,7 @@ inline void raise(thread Held& held, float score) {
 inline void attend_to(
     thread Held& held, const thread Row<KV>* key, const thread Row<KV>* value, uint count, uint lane
 ) {
-    const bool visible = lane / SHARERS % TAKEN < count;
+    const bool visible = lane % TAKEN < count;
     const float sum = score_of_lane(held, key, lane);
     const float score = visible ? sum : LOWEST;
     if (simd_any(score > held.top)) {
@@ -281,7 +280,7 @@ inline void attend_to(
     for (uint t = 0; t < TAKEN; ++t) {
         float weights[HELD];
         for (uint h = 0; h < HELD; ++h) {
-            weights[h] = simd_broadcast(weight, ushort((h * TAKEN + t) * SHARERS));
+            weights[h] = simd_broadcast(weight, ushort(h * TAKEN + t));
         }
 #pragma unroll
         for (uint i = 0; i < DIMS; ++i) {
@@ -298,7 +297,7 @@ inline void merge_streams(
     thread Held& held, threadgroup float* merged, threadgroup float* merged_weights, device float* parts, device float* weights,
     uint2 group, uint thread_index, uint simdgroup, uint lane
 ) {
-    for (ushort step = SHARERS; step < SHARERS * TAKEN; step *= 2) {
+    for (ushort step = 1; step < TAKEN; step *= 2) {
         held.total += simd_shuffle_xor(held.total, step);
     }
 #pragma unroll
@@ -306,7 +305,7 @@ inline void merge_streams(
         for (uint i = 0; i < DIMS; ++i) {
             merged[simdgroup * HEAD_DIM + lane * DIMS + i] = held.o[h][i];
         }
-        if (lane == h * TAKEN * SHARERS) {
+        if (lane == h * TAKEN) {
             merged_weights[2 * simdgroup] = held.top;
             merged_weights[2 * simdgroup + 1] = held.total;
         }
@@ -322,8 +321,8 @@ inline void merge_streams(
             float weight = 0.0f;
             for (uint s = set; s < ATTEND_SIMDGROUPS; s += SETS) {
                 const float factor = exp(merged_weights[2 * s] - highest);
-                sum += factor * merged[s * HEAD_DIM + dim];
-                weight += factor * merged_weights[2 * s + 1];
+                sum = fma(factor, merged[s * HEAD_DIM + dim], sum);
+                weight = fma(factor, merged_weights[2 * s + 1], weight);
             }
             const uint part = (group.y * SHARED_BY + set * HELD + h) * PARTS + group.x;
             parts[part * HEAD_DIM + dim] = sum;
