@@ -263,18 +263,16 @@ inline void raise(thread Held& held, float score) {
     }
 }
 
-/// Attends to TAKEN positions, of which the first `count` are there. Sums are multiplied only where a higher score is found: rarely,
-/// behind many positions, and by 1 else.
+/// Attends to TAKEN positions. From `count` on they are the first one again, which is no higher score, and weigh nothing. Sums are
+/// multiplied only where a higher score is found: rarely, behind many positions, and by 1 else.
 inline void attend_to(
     thread Held& held, const thread Row<KV>* key, const thread Row<KV>* value, uint count, uint lane
 ) {
-    const bool visible = lane % TAKEN < count;
-    const float sum = score_of_lane(held, key, lane);
-    const float score = visible ? sum : LOWEST;
+    const float score = score_of_lane(held, key, lane);
     if (simd_any(score > held.top)) {
         raise(held, score);
     }
-    const float weight = visible ? exp(score - held.top) : 0.0f;
+    const float weight = lane % TAKEN < count ? exp(score - held.top) : 0.0f;
     held.total += weight;
 #pragma unroll
     for (uint t = 0; t < TAKEN; ++t) {
