@@ -207,7 +207,7 @@ struct Held {
 };
 
 /// Sums over a SIMD-group, all at once: that of the lane's score. At each step a lane keeps every other one, and gives the rest to the
-/// lane that keeps those: SCORES times 5 instructions where as many times `simd_sum` takes 15, and the same sums. COUNT are left.
+/// lane that keeps those: 5 instructions for each where `simd_sum` takes 15. COUNT are left.
 template <uint COUNT> inline float sum_of_lane(thread float* scores, uint lane);
 
 template <> inline float sum_of_lane<1>(thread float* scores, uint) {
