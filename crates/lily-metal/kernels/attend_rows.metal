@@ -67,10 +67,7 @@ kernel void append(
         const float value = rotated(heads + i / HEAD_DIM * HEAD_DIM, turn, i % HEAD_DIM);
         mine[i] = KV(value * rsqrt(float(HEAD_DIM)));
     }
-    for (uint i = thread_index; i < HEAD_DIM; i += LANES * ATTEND_SIMDGROUPS) {
-        keys[cached + i] = KV(rotated(heads + SHARED_BY * HEAD_DIM, turn, i));
-        values[cached + i] = KV(new_values[row * KV_WIDTH + kv_head * HEAD_DIM + i]);
-    }
+    append_new(heads, turn, new_values + row * KV_WIDTH, keys, values, cached, kv_head, thread_index);
 }
 
 /// Attention of a tile of tokens over one part of the positions, a block at a time, with a running maximum. SIMD-groups divide

@@ -18,6 +18,10 @@ constant constexpr uint POSITIONS = LANES;
 constant constexpr uint STREAMS = ATTEND_SIMDGROUPS / SETS;
 /// Dimensions of a lane.
 constant constexpr uint DIMS = HEAD_DIM / LANES;
+/// Positions that a SIMD-group takes at a time, all of one page.
+constant constexpr uint TAKEN = 4;
+/// Their scores, by head, then position, of a number of heads that is a power of two. A lane has score `lane % SCORES`.
+constant constexpr uint SCORES = (HELD == 3 ? 4 : HELD) * TAKEN;
 constant constexpr uint HALF_ROTARY = ROTARY_DIM / 2;
 constant constexpr float LOWEST = -1e30f;
 
@@ -127,6 +131,208 @@ inline float rotated(const threadgroup float* head, const threadgroup float* tur
     return i < HALF_ROTARY ? low * cosine - high * sine : high * cosine + low * sine;
 }
 
+/// Appends the new key, which `heads` has behind the query heads, and the new value to the cache, where it has `cached`.
+inline void append_new(
+    const threadgroup float* heads, const threadgroup float* turn, const device float* new_values, device KV* keys,
+    device KV* values, ulong cached, uint kv_head, uint thread_index
+) {
+    for (uint i = thread_index; i < HEAD_DIM; i += LANES * ATTEND_SIMDGROUPS) {
+        keys[cached + i] = KV(rotated(heads + SHARED_BY * HEAD_DIM, turn, i));
+        values[cached + i] = KV(new_values[kv_head * HEAD_DIM + i]);
+    }
+}
+
+/// Dimensions of a row of the cache that a lane has; of 16 bits, two a word, as they lie there.
+template <class T> struct Row;
+template <> struct Row<float> {
+    float values[DIMS];
+};
+template <> struct Row<bfloat> {
+    uint words[(DIMS + 1) / 2];
+};
+
+/// 16 bytes a load where lanes have multiples of that: rows are multiples of 64 bytes, from the beginning of a buffer on.
+inline void load(const device float* from, thread Row<float>& row) {
+    if (DIMS % 4 != 0) {
+        for (uint i = 0; i < DIMS; ++i) {
+            row.values[i] = from[i];
+        }
+        return;
+    }
+    const device float4* fours = (const device float4*)from;
+    for (uint i = 0; i < DIMS / 4; ++i) {
+        const float4 four = fours[i];
+        row.values[4 * i] = four.x;
+        row.values[4 * i + 1] = four.y;
+        row.values[4 * i + 2] = four.z;
+        row.values[4 * i + 3] = four.w;
+    }
+}
+
+inline void load(const device bfloat* from, thread Row<bfloat>& row) {
+    if (DIMS % 8 != 0) {
+        for (uint i = 0; i < DIMS; ++i) {
+            const uint half_word = as_type<ushort>(from[i]);
+            row.words[i / 2] = i % 2 == 0 ? half_word : row.words[i / 2] | half_word << 16;
+        }
+        return;
+    }
+    const device uint4* fours = (const device uint4*)from;
+    for (uint i = 0; i < DIMS / 8; ++i) {
+        const uint4 four = fours[i];
+        row.words[4 * i] = four.x;
+        row.words[4 * i + 1] = four.y;
+        row.words[4 * i + 2] = four.z;
+        row.words[4 * i + 3] = four.w;
+    }
+}
+
+inline float dimension(const thread Row<float>& row, uint i) {
+    return row.values[i];
+}
+
+/// A bf16 is the upper half of a float.
+inline float dimension(const thread Row<bfloat>& row, uint i) {
+    const uint word = row.words[i / 2];
+    return as_type<float>(i % 2 == 0 ? word << 16 : word & 0xffff0000u);
+}
+
+/// What a SIMD-group has of its HELD query heads: of each lane's dimensions the query and the weighted sum of values; and of the
+/// head of a lane's score the highest one, and the sum of the lane's weights. To be in registers, so what indexes it is unrolled.
+struct Held {
+    float q[HELD][DIMS];
+    float o[HELD][DIMS];
+    float top;
+    float total;
+};
+
+/// Sums over a SIMD-group, all at once: that of the lane's score. At each step a lane keeps every other one, and gives the rest to the
+/// lane that keeps those: 5 instructions for each where `simd_sum` takes 15. COUNT are left.
+template <uint COUNT> inline float sum_of_lane(thread float* scores, uint lane);
+
+template <> inline float sum_of_lane<1>(thread float* scores, uint) {
+    float sum = scores[0];
+    for (ushort step = SCORES; step < LANES; step *= 2) {
+        sum += simd_shuffle_xor(sum, step);
+    }
+    return sum;
+}
+
+template <uint COUNT> inline float sum_of_lane(thread float* scores, uint lane) {
+    constexpr uint STEP = SCORES / COUNT;
+    const bool odd = (lane & STEP) != 0;
+    for (uint i = 0; i < COUNT / 2; ++i) {
+        const float kept = odd ? scores[2 * i + 1] : scores[2 * i];
+        const float given = odd ? scores[2 * i] : scores[2 * i + 1];
+        scores[i] = kept + simd_shuffle_xor(given, ushort(STEP));
+    }
+    return sum_of_lane<COUNT / 2>(scores, lane);
+}
+
+/// The lane's score: queries times keys.
+inline float score_of_lane(const thread Held& held, const thread Row<KV>* key, uint lane) {
+    float scores[SCORES] = {0.0f};
+#pragma unroll
+    for (uint t = 0; t < TAKEN; ++t) {
+#pragma unroll
+        for (uint i = 0; i < DIMS; ++i) {
+            const float k = dimension(key[t], i);
+            for (uint h = 0; h < HELD; ++h) {
+                scores[h * TAKEN + t] = fma(held.q[h][i], k, scores[h * TAKEN + t]);
+            }
+        }
+    }
+    return sum_of_lane<SCORES>(scores, lane);
+}
+
+/// Takes the highest scores of the heads into account, of which one is a new one.
+inline void raise(thread Held& held, float score) {
+    float now = max(held.top, score);
+    for (ushort step = 1; step < TAKEN; step *= 2) {
+        now = max(now, simd_shuffle_xor(now, step));
+    }
+    const float kept = exp(held.top - now);
+    held.top = now;
+    held.total *= kept;
+#pragma unroll
+    for (uint h = 0; h < HELD; ++h) {
+        const float factor = simd_broadcast(kept, ushort(h * TAKEN));
+        for (uint i = 0; i < DIMS; ++i) {
+            held.o[h][i] *= factor;
+        }
+    }
+}
+
+/// Attends to TAKEN positions. From `count` on they are the first one again, which is no higher score, and weigh nothing. Sums are
+/// multiplied only where a higher score is found: rarely, behind many positions, and by 1 else.
+inline void attend_to(
+    thread Held& held, const thread Row<KV>* key, const thread Row<KV>* value, uint count, uint lane
+) {
+    const float score = score_of_lane(held, key, lane);
+    if (simd_any(score > held.top)) {
+        raise(held, score);
+    }
+    const float weight = lane % TAKEN < count ? exp(score - held.top) : 0.0f;
+    held.total += weight;
+#pragma unroll
+    for (uint t = 0; t < TAKEN; ++t) {
+        float weights[HELD];
+        for (uint h = 0; h < HELD; ++h) {
+            weights[h] = simd_broadcast(weight, ushort(h * TAKEN + t));
+        }
+#pragma unroll
+        for (uint i = 0; i < DIMS; ++i) {
+            const float v = dimension(value[t], i);
+            for (uint h = 0; h < HELD; ++h) {
+                held.o[h][i] = fma(weights[h], v, held.o[h][i]);
+            }
+        }
+    }
+}
+
+/// Merges what the SIMD-groups have, one head of each set at a time, so that a threadgroup's memory suffices.
+inline void merge_streams(
+    thread Held& held, threadgroup float* merged, threadgroup float* merged_weights, device float* parts, device float* weights,
+    uint2 group, uint thread_index, uint simdgroup, uint lane
+) {
+    for (ushort step = 1; step < TAKEN; step *= 2) {
+        held.total += simd_shuffle_xor(held.total, step);
+    }
+#pragma unroll
+    for (uint h = 0; h < HELD; ++h) {
+        for (uint i = 0; i < DIMS; ++i) {
+            merged[simdgroup * HEAD_DIM + lane * DIMS + i] = held.o[h][i];
+        }
+        if (lane == h * TAKEN) {
+            merged_weights[2 * simdgroup] = held.top;
+            merged_weights[2 * simdgroup + 1] = held.total;
+        }
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        for (uint i = thread_index; i < SETS * HEAD_DIM; i += LANES * ATTEND_SIMDGROUPS) {
+            const uint set = i / HEAD_DIM;
+            const uint dim = i % HEAD_DIM;
+            float highest = LOWEST;
+            for (uint s = set; s < ATTEND_SIMDGROUPS; s += SETS) {
+                highest = max(highest, merged_weights[2 * s]);
+            }
+            float sum = 0.0f;
+            float weight = 0.0f;
+            for (uint s = set; s < ATTEND_SIMDGROUPS; s += SETS) {
+                const float factor = exp(merged_weights[2 * s] - highest);
+                sum = fma(factor, merged[s * HEAD_DIM + dim], sum);
+                weight = fma(factor, merged_weights[2 * s + 1], weight);
+            }
+            const uint part = (group.y * SHARED_BY + set * HELD + h) * PARTS + group.x;
+            parts[part * HEAD_DIM + dim] = sum;
+            if (dim == 0) {
+                weights[2 * part] = highest;
+                weights[2 * part + 1] = weight;
+            }
+        }
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+}
+
 /// Norms and rotation of the query heads of one K/V head and of the new key, which is appended to the cache; then attention
 /// over one part of the positions. Query heads of a K/V head read its keys and values together.
 [[max_total_threads_per_threadgroup(256)]]
@@ -164,119 +370,84 @@ kernel void attend(
     turn_by(turns, newest, turn, thread_index);
     norm_heads_and_key(queries, new_keys, q_gains, k_gains, heads, kv_head, simdgroup, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-
-    const uint stream = simdgroup / SETS;
-    const uint held = simdgroup % SETS * HELD;
-    float q[HELD][DIMS];
-    float o[HELD][DIMS];
-    float top[HELD];
-    float total[HELD];
-    for (uint h = 0; h < HELD; ++h) {
-        top[h] = LOWEST;
-        total[h] = 0.0f;
-        for (uint i = 0; i < DIMS; ++i) {
-            q[h][i] = rotated(heads + (held + h) * HEAD_DIM, turn, lane * DIMS + i) * rsqrt(float(HEAD_DIM));
-            o[h][i] = 0.0f;
-        }
-    }
-    for (uint t = first + stream; t < end; t += STREAMS) {
-        const ulong at = (cache_row(pages, t) * KV_HEADS + kv_head) * HEAD_DIM + lane * DIMS;
-        KV key[DIMS];
-        KV value[DIMS];
-        for (uint i = 0; i < DIMS; ++i) {
-            if (t < newest) {
-                key[i] = keys[at + i];
-                value[i] = values[at + i];
-            } else {
-                const uint dim = lane * DIMS + i;
-                key[i] = KV(rotated(heads + SHARED_BY * HEAD_DIM, turn, dim));
-                value[i] = KV(new_values[kv_head * HEAD_DIM + dim]);
-                if (held == 0) {
-                    keys[at + i] = key[i];
-                    values[at + i] = value[i];
-                }
-            }
-        }
-        for (uint h = 0; h < HELD; ++h) {
-            float score = 0.0f;
-            for (uint i = 0; i < DIMS; ++i) {
-                score += q[h][i] * float(key[i]);
-            }
-            score = simd_sum(score);
-            const float now = max(top[h], score);
-            const float kept = exp(top[h] - now);
-            const float weight = exp(score - now);
-            top[h] = now;
-            total[h] = total[h] * kept + weight;
-            for (uint i = 0; i < DIMS; ++i) {
-                o[h][i] = o[h][i] * kept + weight * float(value[i]);
-            }
-        }
+    // It is read like the others: only its own part, the last one, has it.
+    if (end > newest) {
+        const ulong cached = (cache_row(pages, newest) * KV_HEADS + kv_head) * HEAD_DIM;
+        append_new(heads, turn, new_values, keys, values, cached, kv_head, thread_index);
+        threadgroup_barrier(mem_flags::mem_device);
     }
 
-    // One head of each set at a time, so that a threadgroup's memory suffices.
+    Held held;
+    held.top = LOWEST;
+    held.total = 0.0f;
+#pragma unroll
     for (uint h = 0; h < HELD; ++h) {
+        const threadgroup float* head = heads + (simdgroup % SETS * HELD + h) * HEAD_DIM;
+#pragma unroll
         for (uint i = 0; i < DIMS; ++i) {
-            merged[simdgroup * HEAD_DIM + lane * DIMS + i] = o[h][i];
+            held.q[h][i] = rotated(head, turn, lane * DIMS + i) * rsqrt(float(HEAD_DIM));
+            held.o[h][i] = 0.0f;
         }
-        if (lane == 0) {
-            merged_weights[2 * simdgroup] = top[h];
-            merged_weights[2 * simdgroup + 1] = total[h];
-        }
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-        for (uint i = thread_index; i < SETS * HEAD_DIM; i += LANES * ATTEND_SIMDGROUPS) {
-            const uint set = i / HEAD_DIM;
-            const uint dim = i % HEAD_DIM;
-            float highest = LOWEST;
-            for (uint s = set; s < ATTEND_SIMDGROUPS; s += SETS) {
-                highest = max(highest, merged_weights[2 * s]);
-            }
-            float sum = 0.0f;
-            float weight = 0.0f;
-            for (uint s = set; s < ATTEND_SIMDGROUPS; s += SETS) {
-                const float factor = exp(merged_weights[2 * s] - highest);
-                sum += factor * merged[s * HEAD_DIM + dim];
-                weight += factor * merged_weights[2 * s + 1];
-            }
-            const uint part = (kv_head * SHARED_BY + set * HELD + h) * PARTS + group.x;
-            parts[part * HEAD_DIM + dim] = sum;
-            if (dim == 0) {
-                weights[2 * part] = highest;
-                weights[2 * part + 1] = weight;
-            }
-        }
-        threadgroup_barrier(mem_flags::mem_threadgroup);
     }
+    for (uint at = first + simdgroup / SETS * TAKEN; at < end; at += STREAMS * TAKEN) {
+        const ulong cached = (cache_row(pages, at) * KV_HEADS + kv_head) * HEAD_DIM + lane * DIMS;
+        const uint count = end - at;
+        Row<KV> key[TAKEN];
+        Row<KV> value[TAKEN];
+#pragma unroll
+        for (uint t = 0; t < TAKEN; ++t) {
+            // What is behind the last position was perhaps never written.
+            const uint row = t < count ? t * KV_WIDTH : 0;
+            load(keys + cached + row, key[t]);
+            load(values + cached + row, value[t]);
+        }
+        attend_to(held, key, value, count, lane);
+    }
+    merge_streams(held, merged, merged_weights, parts, weights, group, thread_index, simdgroup, lane);
 }
 
-/// Merges the parts of a query head of a token and applies the output gate.
+/// Parts whose values a thread of `combine` asks for at once.
+constant constexpr uint MERGED = 8;
+
+/// Merges the parts of a query head of a token and applies the output gate: a dimension each thread. Lanes have the factors of a
+/// part each.
 template <class To>
 inline void merge_parts(
     const device float* queries, const device float* parts, const device float* weights, const device uint* position,
-    const device Chunk* chunk, device To* attended, uint2 group, uint thread_index
+    const device Chunk* chunk, device To* attended, uint2 group, uint dim, uint lane
 ) {
+    // Whole SIMD-groups.
+    if (dim >= HEAD_DIM) {
+        return;
+    }
     const uint count = position[0] + chunk->rows;
     const uint length = part_length(count, chunk->parts);
     const uint used = (count + length - 1) / length;
     const uint head = group.y * HEADS + group.x;
-    const device float* mine = parts + ulong(head) * chunk->parts * HEAD_DIM;
+    const device float* mine = parts + ulong(head) * chunk->parts * HEAD_DIM + dim;
     const device float* of_part = weights + 2 * ulong(head) * chunk->parts;
     float highest = LOWEST;
-    for (uint p = 0; p < used; ++p) {
+    for (uint p = lane; p < used; p += LANES) {
         highest = max(highest, of_part[2 * p]);
     }
+    highest = simd_max(highest);
     float total = 0.0f;
-    for (uint p = 0; p < used; ++p) {
-        total += exp(of_part[2 * p] - highest) * of_part[2 * p + 1];
-    }
-    for (uint i = thread_index; i < HEAD_DIM; i += 256) {
-        float sum = 0.0f;
-        for (uint p = 0; p < used; ++p) {
-            sum += exp(of_part[2 * p] - highest) * mine[p * HEAD_DIM + i];
+    float sum = 0.0f;
+    for (uint first = 0; first < used; first += LANES) {
+        const uint own = first + lane;
+        const float factor = own < used ? exp(of_part[2 * own] - highest) : 0.0f;
+        total += own < used ? factor * of_part[2 * own + 1] : 0.0f;
+        for (uint p = 0; p < min(LANES, used - first); p += MERGED) {
+#pragma unroll
+            for (uint i = 0; i < MERGED; ++i) {
+                // Behind the last part, that one times 0.
+                const float value = mine[min(first + p + i, used - 1) * HEAD_DIM];
+                sum = fma(simd_broadcast(factor, ushort(p + i)), value, sum);
+            }
         }
-        const float gate = queries[ulong(2 * head + 1) * HEAD_DIM + i];
-        attended[ulong(head) * HEAD_DIM + i] = To(sum / total * sigmoid(gate));
     }
+    const float gate = queries[ulong(2 * head + 1) * HEAD_DIM + dim];
+    attended[ulong(head) * HEAD_DIM + dim] = To(sum / simd_sum(total) * sigmoid(gate));
 }
 
 [[max_total_threads_per_threadgroup(256)]]
@@ -288,9 +459,10 @@ kernel void combine(
     const device Chunk* chunk [[buffer(4)]],
     device float* attended [[buffer(5)]],
     uint2 group [[threadgroup_position_in_grid]],
-    uint thread_index [[thread_index_in_threadgroup]]
+    uint thread_index [[thread_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]
 ) {
-    merge_parts(queries, parts, weights, position, chunk, attended, group, thread_index);
+    merge_parts(queries, parts, weights, position, chunk, attended, group, thread_index, lane);
 }
 
 /// The output projection and the residual: x += W y.

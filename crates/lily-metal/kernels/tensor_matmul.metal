@@ -286,7 +286,8 @@ kernel void combine_half(
     const device Chunk* chunk [[buffer(4)]],
     device half* attended [[buffer(5)]],
     uint2 group [[threadgroup_position_in_grid]],
-    uint thread_index [[thread_index_in_threadgroup]]
+    uint thread_index [[thread_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]
 ) {
-    merge_parts(queries, parts, weights, position, chunk, attended, group, thread_index);
+    merge_parts(queries, parts, weights, position, chunk, attended, group, thread_index, lane);
 }

@@ -12,8 +12,9 @@ pub use lily_model::pool::PAGE;
 
 use crate::builder::Builder;
 
-/// Parts that the positions of a sequence are divided into for attention, at most; each is 64 positions or more.
-pub const PARTS: usize = 32;
+/// Parts that the positions of a sequence are divided into for attention, at most; each is 64 positions or more. With two K/V heads 80
+/// threadgroups: as many for each of 8, 10, 16, 20, 40 or 80 cores.
+pub const PARTS: usize = 40;
 
 /// Of so many tokens of a sequence, one step at a time, the last writes the recurrent state; what the others would do to it waits in
 /// a log, which the next steps replay. See docs/lab/metal.md for the count.
