@@ -141,12 +141,22 @@ impl Device {
     }
 }
 
-/// What a step launches in which each of `batch` sequences decodes a token, on a device like that of `context`: the code
-/// that decodes runs on a stand-in for it.
+/// What a step launches in which each of `batch` sequences decodes a token, on a device like that of `context`.
 pub fn decode_launches(config: Config, context: &Context, batch: usize) -> Result<Vec<Launch>, LoadError> {
-    let options = Options { max_sequences: batch as u32, ..Options::default() };
+    launches(config, context, &Plan::decoding(batch))
+}
+
+/// What a step launches that reads `tokens` tokens of one prompt.
+pub fn chunk_launches(config: Config, context: &Context, tokens: usize) -> Result<Vec<Launch>, LoadError> {
+    launches(config, context, &Plan::reading(tokens))
+}
+
+/// The code that enqueues a step runs on a stand-in for the device of `context`.
+fn launches(config: Config, context: &Context, plan: &Plan) -> Result<Vec<Launch>, LoadError> {
+    let (max_sequences, max_batch_tokens) = (plan.segments as u32, plan.rows as u32);
+    let options = Options { max_sequences, max_batch_tokens, ..Options::default() };
     let mut device = Device::load(context.as_stand_in(), config, &Source::Random(0), &options)?;
-    let ((), launches) = device.recorded(|device| device.enqueue(&Plan::decoding(batch)))?;
+    let ((), launches) = device.recorded(|device| device.enqueue(plan))?;
     Ok(launches)
 }
 
@@ -169,7 +179,7 @@ mod tests {
 
     use super::*;
 
-    fn launches(batch: usize) -> (Config, Vec<Launch>) {
+    fn decoding(batch: usize) -> (Config, Vec<Launch>) {
         let config = Config::from_json(CONFIG_35B_A3B).unwrap();
         let launches = decode_launches(config.clone(), &Context::h200(), batch).unwrap();
         (config, launches)
@@ -177,7 +187,7 @@ mod tests {
 
     #[test]
     fn a_token_of_the_real_model_takes_at_most_270_kernels_and_stages() {
-        let (_, launches) = launches(1);
+        let (_, launches) = decoding(1);
         assert!(launches.len() <= 270, "{}", launches.len());
         assert!((1..=270).contains(&stages(&launches)), "{}", stages(&launches));
         assert!(launches.iter().all(|launch| launch.name != "matmul_q4_1x1"), "the general kernels");
@@ -187,7 +197,7 @@ mod tests {
     #[test]
     fn a_token_moves_little_more_than_it_must() {
         for batch in [1, 8] {
-            let (config, launches) = launches(batch);
+            let (config, launches) = decoding(batch);
             let footprint = Footprint::new(&config);
             // Of several sequences, recurrent states are written every few tokens only.
             let written = if batch == 1 { 1.0 } else { 1.0 / (gdn::PENDING + 1) as f64 };
@@ -206,11 +216,31 @@ mod tests {
         for (batch, expected, not) in
             [(2, "router_q8", "route"), (32, "router_q8", "route"), (33, "route", "router_q8")]
         {
-            let (config, launches) = launches(batch);
+            let (config, launches) = decoding(batch);
             let count = |name| launches.iter().filter(|launch| launch.name == name).count();
             let layers = config.layers.len();
             assert_eq!([expected, "experts_group_q4", not].map(count), [layers, layers, 0], "{batch}");
         }
+    }
+
+    #[test]
+    fn a_chunk_reads_all_weights_but_those_of_logits() {
+        let config = Config::from_json(CONFIG_35B_A3B).unwrap();
+        let launches = chunk_launches(config.clone(), &Context::h200(), 512).unwrap();
+        let count = |name| launches.iter().filter(|launch| launch.name == name).count();
+        let layers = config.layers.len();
+        let (gdn, attention) = (config.count(LayerKind::Gdn), config.count(LayerKind::Attention));
+        let names =
+            ["route", "experts_group_q4", "add_experts", "delta_1", "flash", "finish", "bests", "gather"];
+        assert_eq!(names.map(count), [layers, layers, layers, gdn, attention, 1, 0, 0]);
+        let footprint = Footprint::new(&config);
+        let head = (config.hidden_size * config.vocab_size) as f64 * 4.5 / 8.0;
+        let state = 2.0 * 4.0 * (footprint.recurrent_values + footprint.conv_values) as f64;
+        let moved = traffic(&launches);
+        let ratio = moved.bytes as f64 / (footprint.read_per_step(&config, 512) + state - head);
+        println!("{} bytes, {ratio:.4} times what must be", moved.bytes);
+        assert!((0.99..1.05).contains(&ratio), "{ratio}");
+        assert_eq!(moved.bytes_per_position, 512 * 2 * footprint.kv_values_per_token);
     }
 
     #[test]

@@ -82,6 +82,11 @@ impl Plan {
     pub fn decoding(sequences: usize) -> Self {
         Self { rows: sequences, segments: sequences, logits: sequences, decode: true, ..Self::default() }
     }
+
+    /// A step that reads so many tokens of one prompt and wants nothing of them.
+    pub fn reading(tokens: usize) -> Self {
+        Self { rows: tokens, segments: 1, ..Self::default() }
+    }
 }
 
 /// Rows of logits that a segment of `len` tokens wants: its last ones.
@@ -228,6 +233,23 @@ mod tests {
         assert_eq!(words(layout.draws() + DRAW + 40, 4), [0, 1, 0, 0]);
         assert_eq!(words(layout.masks(), 3), [7, 0, 0]);
         assert_eq!(words(layout.biases(), 2), [3, 1.5f32.to_bits()]);
+    }
+
+    /// What profiles and lists of launches are made of is what the backend would do.
+    #[test]
+    fn plans_without_a_batch_launch_what_such_batches_do() {
+        let layout = Layout { rows: 8, mask_words: 3 };
+        let (a, b) = (sequence(0, 1), sequence(1, 1));
+        let segment = |tokens: Tokens, want| Segment { seq: SeqId(1), start: 1, tokens, want };
+        let sampled = || segment(Tokens::LastSampled, Want::Sample(SampleParams::greedy().into()));
+        let chunk = segment(Tokens::Ids(vec![1, 2, 3]), Want::Nothing);
+        for (segments, plan) in
+            [(vec![sampled(), sampled()], Plan::decoding(2)), (vec![chunk], Plan::reading(3))]
+        {
+            let sequences = &[&a, &b][..segments.len()];
+            let written = write(&mut vec![0; layout.bytes()], &layout, &Batch { segments }, sequences, false);
+            assert_eq!(Plan { head: 0, ..written }, plan);
+        }
     }
 
     #[test]
