@@ -16,7 +16,7 @@ use crate::state::{self, State};
 use crate::step::{Layout, Plan};
 use crate::token::Token;
 use crate::weights::{DeviceWeights, Random};
-use crate::{LoadError, Options, check_shapes, cluster, gdn, wide};
+use crate::{LoadError, Options, check_shapes, chunk, cluster, gdn, wide};
 
 /// Where weights come from.
 pub(crate) enum Source<'a> {
@@ -80,6 +80,7 @@ impl Device {
             shared.extend(group::shared(&context, &config));
             shared.extend(cluster::shared(&context));
             shared.extend(wide::shared(&context));
+            shared.extend(chunk::shared(&context));
             Kernels::load(&context, &config, options.cache.as_deref(), &shared)?
         };
         let weights = match source {
@@ -99,10 +100,12 @@ impl Device {
         let group = if options.fast_decode { Group::new(&context, &kernels, &config)? } else { None };
         let clusters = if options.fast_decode { cluster::Clusters::new(&context, &kernels)? } else { None };
         let wide = if options.fast_decode { wide::Wide::new(&context, &kernels)? } else { None };
+        let chunk = chunk::Chunk::new(&context).filter(|_| options.fast_decode);
         let mut device = Self {
             group,
             clusters,
             wide,
+            chunk,
             token: None,
             context,
             config,

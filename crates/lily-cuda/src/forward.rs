@@ -6,6 +6,7 @@ use lily_model::config::Config;
 use lily_model::pool::PAGE;
 
 use crate::buffers::Buffers;
+use crate::chunk::Chunk;
 use crate::cluster::Clusters;
 use crate::driver::{Args, Buffer, Context, DriverError, Shape};
 use crate::group::{self, Group};
@@ -58,6 +59,8 @@ pub struct Device {
     pub clusters: Option<Clusters>,
     /// Products from 4-bit weights by warpgroups, in smaller clusters.
     pub wide: Option<Wide>,
+    /// Those of many tokens.
+    pub chunk: Option<Chunk>,
     /// Where launches are noted, when a list is wanted.
     pub record: Option<crate::device::Record>,
     /// Kernels that are not launched, to see what a step costs without them. Its results mean nothing then.

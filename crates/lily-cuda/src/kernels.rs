@@ -35,7 +35,7 @@ pub const COMMON: [&str; 4] = [
 ];
 
 /// All files.
-pub const SOURCES: [Source; 11] = [
+pub const SOURCES: [Source; 12] = [
     Source {
         name: "embed.cu",
         text: include_str!("../kernels/embed.cu"),
@@ -84,7 +84,7 @@ pub const SOURCES: [Source; 11] = [
     },
     Source {
         name: "wide.cu",
-        text: include_str!("../kernels/wide.cu"),
+        text: concat!(include_str!("../kernels/warpgroup.cu"), include_str!("../kernels/wide.cu")),
         kernels: &[
             "wide_8_by_2",
             "wide_16_by_2",
@@ -95,6 +95,12 @@ pub const SOURCES: [Source; 11] = [
             "columns_heads",
         ],
         fits: ALL,
+    },
+    Source {
+        name: "chunk.cu",
+        text: concat!(include_str!("../kernels/warpgroup.cu"), include_str!("../kernels/chunk.cu")),
+        kernels: &["chunk_q4"],
+        fits: crate::chunk::fits,
     },
     Source {
         name: "gdn.cu",

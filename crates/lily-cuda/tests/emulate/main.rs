@@ -66,6 +66,32 @@ fn wide_products_of_many_tokens() {
     }
 }
 
+/// The kernel of many tokens gets what others get, to the bit: last groups of one record and of two; odd numbers of tiles, fewer than a row
+/// has eighths, and more than a stage takes; rows that do not fill a warpgroup, and more units than blocks.
+#[test]
+fn products_of_a_chunk() {
+    let (wide, chunk) = (wide::emulator(true, str::to_owned), wide::chunk_emulator(str::to_owned));
+    let case = Case { rows: 128, tiles: 8, tokens: 64, clusters: 1, stages: 3, add: false, normed: false };
+    let cases = [
+        case,
+        Case { rows: 70, tiles: 9, tokens: 33, normed: true, ..case },
+        Case { rows: 150, tiles: 3, tokens: 130, add: true, normed: true, ..case },
+        Case { rows: 300, tiles: 37, tokens: 97, clusters: 2, stages: 2, normed: true, ..case },
+        Case { rows: 21, tiles: 64, tokens: 65, clusters: 2, add: true, ..case },
+        Case { rows: 140, tiles: 1, tokens: 260, stages: 3, normed: true, ..case },
+    ];
+    for (i, case) in cases.into_iter().enumerate() {
+        let product = Product::new(case, i as u64);
+        let expected = product.run(&wide, wide::KERNELS[2], i as u64).unwrap();
+        for seed in 0..4 {
+            let y = product.run_chunk(&wide, &chunk, seed).unwrap_or_else(|e| panic!("{case:?}: {e}"));
+            product.check(&y).unwrap_or_else(|e| panic!("{case:?}, seed {seed}: {e}"));
+            let same = expected.iter().zip(&y).all(|(a, b)| a.to_bits() == b.to_bits());
+            assert!(same, "{case:?}, seed {seed}: not what wide_32 gets");
+        }
+    }
+}
+
 /// Experts of steps that follow each other, so that counters must be as they were.
 fn experts(emulators: &Emulators, cases: &[group::Case]) {
     let layer = Layer::new(emulators, 1);
@@ -165,6 +191,30 @@ fn every_wait_of_wide_products_is_needed() {
         for (seed, (case, kernel)) in (0..ROUNDS).flat_map(|seed| cases.map(|c| (seed, c))) {
             let product = Product::new(case, 0);
             product.check(&product.run(&emulator, kernel, seed)?)?;
+        }
+        Ok(())
+    });
+}
+
+#[test]
+#[ignore = "a minute: compiles chunk.cu without each wait in turn"]
+fn every_wait_of_products_of_a_chunk_is_needed() {
+    let functions = [
+        "barrier_wait",
+        "barrier_arrive",
+        "barrier_expect_more",
+        "__syncthreads",
+        "await_products<AFTER>",
+        "commit_products",
+    ];
+    let wide = wide::emulator(true, str::to_owned);
+    let case = Case { rows: 130, tiles: 9, tokens: 70, clusters: 1, stages: 2, add: false, normed: true };
+    let cases = [case, Case { tiles: 1, tokens: 330, rows: 100, stages: 3, ..case }];
+    each_is_needed("chunk.cu", &functions, &[], |edit| {
+        let emulator = wide::chunk_emulator(edit);
+        for (seed, case) in (0..ROUNDS).flat_map(|seed| cases.map(|case| (seed, case))) {
+            let product = Product::new(case, 0);
+            product.check(&product.run_chunk(&wide, &emulator, seed)?)?;
         }
         Ok(())
     });
