@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use lily_model::config::Config;
 
+use crate::chunk::room_for_records;
 use crate::driver::{Buffer, Context, DriverError};
 use crate::forward::SPLIT_ROWS;
 use crate::pack::TILE_COLS;
@@ -54,6 +55,8 @@ pub struct Buffers {
     pub counts: Buffer,
     /// Strips of gate/up that are in `middle`, by piece of work; zeros between layers.
     pub done: Buffer,
+    /// Inputs of the experts of many rows as columns, by piece of work: of gate/up, then of down.
+    pub records: Buffer,
     /// Between gate/up and down, per pair.
     pub middle: Buffer,
     /// Behind down, per pair.
@@ -113,6 +116,7 @@ impl Buffers {
             pairs: floats(rows * slots)?,
             work: allocate(16 * (rows * slots).max(m.experts + 1))?,
             counts: floats(2)?,
+            records: allocate(room_for_records(context, c, rows))?,
             middle: floats(rows * slots * middle)?,
             done,
             expanded: floats(rows * slots * c.hidden_size)?,

@@ -229,21 +229,28 @@ mod tests {
     #[test]
     fn a_chunk_reads_all_weights_but_those_of_logits() {
         let config = Config::from_json(CONFIG_35B_A3B).unwrap();
-        let launches = chunk_launches(config.clone(), &Context::h200(), 512).unwrap();
-        let count = |name| launches.iter().filter(|launch| launch.name == name).count();
         let layers = config.layers.len();
         let (gdn, attention) = (config.count(LayerKind::Gdn), config.count(LayerKind::Attention));
-        let names =
-            ["route", "experts_group_q4", "add_experts", "delta_1", "flash", "finish", "bests", "gather"];
-        assert_eq!(names.map(count), [layers, layers, layers, gdn, attention, 1, 0, 0]);
-        let footprint = Footprint::new(&config);
-        let head = (config.hidden_size * config.vocab_size) as f64 * 4.5 / 8.0;
-        let state = 2.0 * 4.0 * (footprint.recurrent_values + footprint.conv_values) as f64;
-        let moved = traffic(&launches);
-        let ratio = moved.bytes as f64 / (footprint.read_per_step(&config, 512) + state - head);
-        println!("{} bytes, {ratio:.4} times what must be", moved.bytes);
-        assert!((0.99..1.05).contains(&ratio), "{ratio}");
-        assert_eq!(moved.bytes_per_position, 512 * 2 * footprint.kv_values_per_token);
+        // The second one is small for the kernels of chunks: they have the projections only.
+        for (tokens, products, by_pieces, by_copies) in
+            [(512, 2 * layers, layers, 0), (128, layers, 0, layers)]
+        {
+            let launches = chunk_launches(config.clone(), &Context::h200(), tokens).unwrap();
+            let count = |name| launches.iter().filter(|launch| launch.name == name).count();
+            let names = ["route", "add_experts", "delta_1", "flash", "finish", "bests", "gather"];
+            assert_eq!(names.map(count), [layers, layers, gdn, attention, 1, 0, 0]);
+            let experts = ["chunk_gather", "chunk_gate_up_q4", "chunk_columns", "chunk_down_q4"];
+            assert_eq!(experts.map(count), [by_pieces; 4]);
+            assert_eq!(["chunk_q4", "experts_group_q4"].map(count), [products, by_copies]);
+            let footprint = Footprint::new(&config);
+            let head = (config.hidden_size * config.vocab_size) as f64 * 4.5 / 8.0;
+            let state = 2.0 * 4.0 * (footprint.recurrent_values + footprint.conv_values) as f64;
+            let moved = traffic(&launches);
+            let ratio = moved.bytes as f64 / (footprint.read_per_step(&config, tokens) + state - head);
+            println!("{} bytes, {ratio:.4} times what must be", moved.bytes);
+            assert!((0.99..1.05).contains(&ratio), "{ratio}");
+            assert_eq!(moved.bytes_per_position, tokens as u64 * 2 * footprint.kv_values_per_token);
+        }
     }
 
     #[test]

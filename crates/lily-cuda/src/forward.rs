@@ -6,7 +6,7 @@ use lily_model::config::Config;
 use lily_model::pool::PAGE;
 
 use crate::buffers::Buffers;
-use crate::chunk::Chunk;
+use crate::chunk::{self, Chunk};
 use crate::cluster::Clusters;
 use crate::driver::{Args, Buffer, Context, DriverError, Shape};
 use crate::group::{self, Group};
@@ -334,13 +334,16 @@ impl Device {
                 self.experts_by_copies(group, w, rows, true)?;
             }
             group => {
-                self.route(&w.router, gain, rows, group.map_or(GROUP, |_| group::PAIRS))?;
+                let chunk = self.chunk_of_experts(w, rows);
+                let pairs = chunk.map(|_| chunk::PAIRS).or(group.map(|_| group::PAIRS));
+                self.route(&w.router, gain, rows, pairs.unwrap_or(GROUP))?;
                 if w.gate_up.packing.takes_digits() != w.router.packing.takes_digits() {
                     self.prepare(x, Input::Norm(gain), rows, hidden, w.gate_up.packing)?;
                 }
-                match group {
-                    Some(group) => self.experts_by_copies(group, w, rows, false)?,
-                    None => self.experts(w, rows)?,
+                match (chunk, group) {
+                    (Some(chunk), _) => self.experts_of_chunk(chunk, w, rows)?,
+                    (None, Some(group)) => self.experts_by_copies(group, w, rows, false)?,
+                    (None, None) => self.experts(w, rows)?,
                 }
             }
         }

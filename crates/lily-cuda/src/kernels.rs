@@ -99,7 +99,7 @@ pub const SOURCES: [Source; 12] = [
     Source {
         name: "chunk.cu",
         text: concat!(include_str!("../kernels/warpgroup.cu"), include_str!("../kernels/chunk.cu")),
-        kernels: &["chunk_q4"],
+        kernels: &["chunk_q4", "chunk_gather", "chunk_gate_up_q4", "chunk_columns", "chunk_down_q4"],
         fits: crate::chunk::fits,
     },
     Source {

@@ -129,6 +129,27 @@ fn wide_experts() {
     experts(&Emulators::new(group::config(576, 7, 2, [192, 64]), str::to_owned), &cases);
 }
 
+/// By the kernels of chunks: pieces of one record and of two, full and not; experts of other widths than the shared one's, with more units
+/// than blocks and with stages that are not full.
+#[test]
+fn experts_of_a_chunk() {
+    let case = group::Case { tokens: 70, choice: Choice::Random, routed: true, blocks: 2 };
+    let cases = [
+        case,
+        group::Case { tokens: 97, choice: Choice::Same, blocks: 3, ..case },
+        group::Case { tokens: 33, choice: Choice::Same, blocks: 1, ..case },
+        group::Case { tokens: 5, ..case },
+    ];
+    for config in [group::config(192, 9, 3, [64, 128]), group::config(576, 5, 2, [192, 64])] {
+        let emulators = Emulators::with_chunk(config, str::to_owned);
+        let layer = Layer::new(&emulators, 1);
+        for (seed, case) in cases.into_iter().enumerate() {
+            group::run_chunk(&emulators, &layer, case, seed as u64)
+                .unwrap_or_else(|e| panic!("{case:?}, seed {seed}: {e}"));
+        }
+    }
+}
+
 const DELTA_RULES: [delta::Kernel; 2] = [delta::Kernel::Columns, delta::Kernel::Heads];
 
 /// Sequences of one row and of several, with their states in other places than they come.
@@ -209,7 +230,8 @@ fn every_wait_of_products_of_a_chunk_is_needed() {
     ];
     let wide = wide::emulator(true, str::to_owned);
     let case = Case { rows: 130, tiles: 9, tokens: 70, clusters: 1, stages: 2, add: false, normed: true };
-    let cases = [case, Case { tiles: 1, tokens: 330, rows: 100, stages: 3, ..case }];
+    // Of the second, units of many tokens follow those of few in the same place.
+    let cases = [case, Case { tiles: 1, tokens: 330, rows: 300, stages: 3, ..case }];
     each_is_needed("chunk.cu", &functions, &[], |edit| {
         let emulator = wide::chunk_emulator(edit);
         for (seed, case) in (0..ROUNDS).flat_map(|seed| cases.map(|case| (seed, case))) {
