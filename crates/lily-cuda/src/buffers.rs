@@ -6,6 +6,7 @@ use lily_model::config::Config;
 
 use crate::driver::{Buffer, Context, DriverError};
 use crate::forward::SPLIT_ROWS;
+use crate::gdn::prepared_len;
 use crate::pack::TILE_COLS;
 use crate::step::{Layout, MAX_SEGMENTS};
 use crate::wide::{columns_bytes, eighths};
@@ -18,6 +19,8 @@ pub struct Buffers {
     pub x: Buffer,
     /// Output of a mixer's first product.
     pub projected: Buffer,
+    /// Inputs of the delta rule of a chunk, `Prepared` of `kernels/chunk.cu` for each row.
+    pub prepared: Buffer,
     /// Inputs of products as fragments, with the units and sums of their tiles and 1 / rms per row.
     pub fragments: Buffer,
     /// See `fragments`.
@@ -96,6 +99,7 @@ impl Buffers {
             step: allocate(layout.bytes())?,
             x: floats(rows * c.hidden_size)?,
             projected: floats(rows * projected)?,
+            prepared: floats(rows * prepared_len(g))?,
             fragments: allocate(rows * tiles * 256)?,
             units: floats(2 * rows * tiles)?,
             scale: floats(rows)?,

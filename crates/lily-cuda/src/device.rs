@@ -231,7 +231,7 @@ mod tests {
         let layers = config.layers.len();
         let (gdn, attention) = (config.count(LayerKind::Gdn), config.count(LayerKind::Attention));
         let names =
-            ["route", "experts_group_q4", "add_experts", "delta_1", "flash", "finish", "bests", "gather"];
+            ["route", "experts_group_q4", "add_experts", "delta_chunk", "flash", "finish", "bests", "gather"];
         assert_eq!(names.map(count), [layers, layers, layers, gdn, attention, 1, 0, 0]);
         let footprint = Footprint::new(&config);
         let head = (config.hidden_size * config.vocab_size) as f64 * 4.5 / 8.0;
