@@ -8,8 +8,8 @@
 #define RUN 16    // rows of a block of `delta_inputs`
 #define BATCH 4   // of which so many are asked for at a time
 #define AHEAD 8   // rows that are brought together
-#define CHUNK_WARPS 4
-#define COLUMNS_OF_WARP (32 / CHUNK_WARPS)
+#define LANE_COLUMNS 2  // of a lane of `delta_chunk`: 1 or 2
+#define CHUNK_WARPS (32 / 4 / LANE_COLUMNS)
 
 // An eighth of a key fills whole words of 16 bytes, an odd number of them: so lanes of different eighths read different banks.
 constexpr u32 KEY_WORDS = (ROWS + 3) / 4, EIGHTH = (KEY_WORDS | 1) * 4;
@@ -152,28 +152,30 @@ struct __align__(16) Brought {
 // A lane's two columns of an eighth of a head's state. What a row does to them is done when the next one is read: the state is decayed
 // before, `before` times `step` is to be added to it.
 struct Pair {
-    float state[ROWS][2], before[KEY_WORDS * 4], step[2];
-    float k[KEY_WORDS * 4], q[KEY_WORDS * 4];  // of the row that comes
+    float state[ROWS][LANE_COLUMNS], before[KEY_WORDS * 4], step[LANE_COLUMNS];
+    // Of the row that comes.
+    float k[KEY_WORDS * 4], q[KEY_WORDS * 4], v[LANE_COLUMNS];
+    Factors f;
     u32 eighth;
     __device__ __forceinline__ void load(const float* home) {
 #pragma unroll
-        for (int i = 0; i < ROWS; i++) {
-            const float2 s = __ldcg((const float2*)(home + i * DV));
-            state[i][0] = s.x;
-            state[i][1] = s.y;
-        }
+        for (int i = 0; i < ROWS; i++)
+#pragma unroll
+            for (int c = 0; c < LANE_COLUMNS; c++) state[i][c] = __ldcg(home + i * DV + c);
     }
     // Adds updates that are not in the state yet.
     __device__ __forceinline__ void replay(const Update* log, u32 count, u32 head, u32 column) {
 #pragma unroll 1
         for (u32 p = 0; p < count; p++) {
-            const float2 by = __ldcg((const float2*)(log[p].step + head * DV + column));
-            const float alpha = __ldcg(log[p].alpha + head), *keys = log[p].k + head / SHARING * DK + eighth * ROWS;
+            const float *steps = log[p].step + head * DV + column, *keys = log[p].k + head / SHARING * DK + eighth * ROWS;
+            const float alpha = __ldcg(log[p].alpha + head);
+#pragma unroll
+            for (int c = 0; c < LANE_COLUMNS; c++) step[c] = __ldcg(steps + c);
 #pragma unroll
             for (int i = 0; i < ROWS; i++) {
                 const float key = __ldcg(keys + i);
-                state[i][0] = delta_state(alpha, state[i][0], key, by.x);
-                state[i][1] = delta_state(alpha, state[i][1], key, by.y);
+#pragma unroll
+                for (int c = 0; c < LANE_COLUMNS; c++) state[i][c] = delta_state(alpha, state[i][c], key, step[c]);
             }
         }
     }
@@ -181,58 +183,65 @@ struct Pair {
     __device__ __forceinline__ void begin() {
 #pragma unroll
         for (float& key : before) key = -0.0f;
-        step[0] = step[1] = 0.0f;
-    }
-    __device__ __forceinline__ void load_keys(const Keys& keys) {
 #pragma unroll
-        for (u32 i = 0; i < KEY_WORDS; i++) {
-            const float4 a = *(const float4*)(keys.k + eighth * EIGHTH + i * 4), b = *(const float4*)(keys.q + eighth * EIGHTH + i * 4);
-            k[i * 4] = a.x; k[i * 4 + 1] = a.y; k[i * 4 + 2] = a.z; k[i * 4 + 3] = a.w;
-            q[i * 4] = b.x; q[i * 4 + 1] = b.y; q[i * 4 + 2] = b.z; q[i * 4 + 3] = b.w;
+        for (float& s : step) s = 0.0f;
+    }
+    // Asks for a row.
+    __device__ __forceinline__ void load_row(const Brought& row, u32 column) {
+        f = row.factors;
+#pragma unroll
+        for (int c = 0; c < LANE_COLUMNS; c++) v[c] = row.v[column + c];
+#pragma unroll
+        for (u32 i = 0; i < KEY_WORDS * 4; i += 4) {
+            const float4 a = *(const float4*)(row.keys.k + eighth * EIGHTH + i), b = *(const float4*)(row.keys.q + eighth * EIGHTH + i);
+            k[i] = a.x; k[i + 1] = a.y; k[i + 2] = a.z; k[i + 3] = a.w;
+            q[i] = b.x; q[i + 1] = b.y; q[i + 2] = b.z; q[i + 3] = b.w;
         }
     }
     __device__ __forceinline__ void add(int i) {
 #pragma unroll
-        for (int c = 0; c < 2; c++) state[i][c] = fmaf(before[i], step[c], state[i][c]);  // the second half of `delta_state`
+        for (int c = 0; c < LANE_COLUMNS; c++) state[i][c] = fmaf(before[i], step[c], state[i][c]);  // the second half of `delta_state`
     }
-    // The row whose keys were asked for; asks for those of `next`. What it reads out: of the first column in even eighths, of the second
-    // in odd ones.
-    __device__ __forceinline__ float row(const Brought& now, const Keys& next, u32 column) {
-        const Factors f = now.factors;
-        const float2 v = *(const float2*)(now.v + column);
-        float sk[2] = {0, 0}, sq[2] = {0, 0};
+    // The row that was asked for; asks for `next`. What it reads out of a column: of two, even eighths have the first, odd ones the second.
+    __device__ __forceinline__ float row(const Brought& next, u32 column) {
+        const Factors f = this->f;
+        float sk[LANE_COLUMNS] = {}, sq[LANE_COLUMNS] = {}, error[LANE_COLUMNS];
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
             add(i);
 #pragma unroll
-            for (int c = 0; c < 2; c++) {
+            for (int c = 0; c < LANE_COLUMNS; c++) {
                 sk[c] = fmaf(state[i][c], k[i], sk[c]);
                 sq[c] = fmaf(state[i][c], q[i], sq[c]);
                 state[i][c] = __fmul_rn(f.alpha, state[i][c]);  // the first half
             }
+            before[i] = k[i];
         }
 #pragma unroll
-        for (u32 i = 0; i < KEY_WORDS * 4; i++) before[i] = k[i];
-        load_keys(next);
+        for (int c = 0; c < LANE_COLUMNS; c++) error[c] = v[c];
+        load_row(next, column);
         // The tree of `sum_of`. All need S^T k, but one lane will do for S^T q.
-        const bool odd = eighth & 1;
-        float out = (odd ? sq[1] : sq[0]) + __shfl_xor_sync(FULL, odd ? sq[0] : sq[1], 4);
+        const bool odd = LANE_COLUMNS == 2 && eighth & 1;
+        float out = (odd ? sq[LANE_COLUMNS - 1] : sq[0]) + __shfl_xor_sync(FULL, odd ? sq[0] : sq[LANE_COLUMNS - 1], 4);
 #pragma unroll
         for (int n = 4; n <= 16; n *= 2) {
-            sk[0] += __shfl_xor_sync(FULL, sk[0], n);
-            sk[1] += __shfl_xor_sync(FULL, sk[1], n);
+#pragma unroll
+            for (int c = 0; c < LANE_COLUMNS; c++) sk[c] += __shfl_xor_sync(FULL, sk[c], n);
             if (n > 4) out += __shfl_xor_sync(FULL, out, n);
         }
-        const float error[2] = {delta_error(f, sk[0], v.x), delta_error(f, sk[1], v.y)};
-        step[0] = delta_step(f, error[0]);
-        step[1] = delta_step(f, error[1]);
-        return delta_readout(f, out, odd ? error[1] : error[0]);
+#pragma unroll
+        for (int c = 0; c < LANE_COLUMNS; c++) {
+            error[c] = delta_error(f, sk[c], error[c]);
+            step[c] = delta_step(f, error[c]);
+        }
+        return delta_readout(f, out, odd ? error[LANE_COLUMNS - 1] : error[0]);
     }
     __device__ __forceinline__ void store(float* home) {
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
             add(i);
-            *(float2*)(home + i * DV) = float2{state[i][0], state[i][1]};
+#pragma unroll
+            for (int c = 0; c < LANE_COLUMNS; c++) home[i * DV + c] = state[i][c];
         }
     }
 };
@@ -240,7 +249,7 @@ struct Pair {
 // Readouts as they are, and the state behind them. Grid: 32 columns of a head each.
 extern "C" __global__ void __launch_bounds__(32 * CHUNK_WARPS) delta_chunk(Delta d, Chunk c) {
 #if DV == 128
-    Brought(&rows)[2][AHEAD] = *(Brought(*)[2][AHEAD])(u8*)shared;  // take turns
+    Brought* rows = (Brought*)(u8*)shared;  // two times AHEAD, which take turns, and one
     launch_dependents();
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.x / VALUE_SPLIT;
     const Item item{d.segments[head / VALUE_HEADS], head % VALUE_HEADS, blockIdx.x % VALUE_SPLIT};
@@ -249,7 +258,7 @@ extern "C" __global__ void __launch_bounds__(32 * CHUNK_WARPS) delta_chunk(Delta
         wait_for_inputs();
         return;
     }
-    const u32 in_block = warp * COLUMNS_OF_WARP + lane % 4 * 2, column = item.part * 32 + in_block;
+    const u32 in_block = (warp * 4 + lane % 4) * LANE_COLUMNS, column = item.part * 32 + in_block;
     Pair pair;
     pair.eighth = lane / 4;
     float* home = d.state(segment, item.head) + pair.eighth * ROWS * DV + column;
@@ -259,23 +268,23 @@ extern "C" __global__ void __launch_bounds__(32 * CHUNK_WARPS) delta_chunk(Delta
     wait_for_inputs();
     const auto bring = [&](u32 begin) {
         for (u32 r = begin + warp; r < min(begin + AHEAD, segment.rows); r += CHUNK_WARPS)
-            rows[begin / AHEAD & 1][r % AHEAD].bring(c.prepared[segment.first + r], item, lane);
+            rows[r % (2 * AHEAD)].bring(c.prepared[segment.first + r], item, lane);
     };
-    float* to = d.gated + ((u64)segment.first * VALUE_HEADS + item.head) * DV + column + (pair.eighth & 1);
+    float* to = d.gated + ((u64)segment.first * VALUE_HEADS + item.head) * DV + column + pair.eighth % LANE_COLUMNS;
     bring(0);
 #pragma unroll 1
     for (u32 begin = 0; begin < segment.rows; begin += AHEAD) {
         await_copies();
         __syncthreads();  // all have come, and all are through with those before them
         bring(begin + AHEAD);
-        const Brought(&now)[AHEAD] = rows[begin / AHEAD & 1];
+        const Brought* row = rows + begin / AHEAD % 2 * AHEAD;
         const u32 count = min((u32)AHEAD, segment.rows - begin);
-        pair.load_keys(now[0].keys);
-#pragma unroll 2
+        pair.load_row(*row, in_block);
+#pragma unroll 4
         for (u32 r = 0; r < count; r++) {
-            // Behind the last one it asks for keys that nobody needs.
-            const float o = pair.row(now[r], now[(r + 1) % AHEAD].keys, in_block);
-            if (pair.eighth < 2) *to = o;
+            // Behind the last one it asks for a row that nobody needs.
+            const float o = pair.row(*++row, in_block);
+            if (pair.eighth < LANE_COLUMNS) *to = o;
             to += VALUE_HEADS * DV;
         }
     }

@@ -23,8 +23,8 @@ const HEAD_THREADS: u32 = 128;
 pub const CHUNK_ROWS: usize = 24;
 /// Threads of a block of `delta_chunk`.
 const CHUNK_THREADS: u32 = 128;
-/// Rows that a block of it has in shared memory.
-const CHUNK_AHEAD: usize = 16;
+/// Rows that a block of it has in shared memory: twice those that come together, and one that is read but not used.
+const CHUNK_AHEAD: usize = 17;
 /// Rows of a block of `delta_inputs`.
 const RUN: u32 = 16;
 
