@@ -8,8 +8,7 @@
 #define RUN 16    // rows of a block of `delta_inputs`
 #define BATCH 4   // of which so many are asked for at a time
 #define AHEAD 8   // rows that are brought together
-#define LANE_COLUMNS 2  // of a lane of `delta_chunk`: 1 or 2
-#define CHUNK_WARPS (32 / 4 / LANE_COLUMNS)
+#define CHUNK_WARPS 4
 
 // An eighth of a key fills whole words of 16 bytes, an odd number of them: so lanes of different eighths read different banks.
 constexpr u32 KEY_WORDS = (ROWS + 3) / 4, EIGHTH = (KEY_WORDS | 1) * 4;
@@ -152,30 +151,31 @@ struct __align__(16) Brought {
 // A lane's two columns of an eighth of a head's state. What a row does to them is done when the next one is read: the state is decayed
 // before, `before` times `step` is to be added to it.
 struct Pair {
-    float state[ROWS][LANE_COLUMNS], before[KEY_WORDS * 4], step[LANE_COLUMNS];
+    float state[ROWS][2], before[KEY_WORDS * 4], step[2];
     // Of the row that comes.
-    float k[KEY_WORDS * 4], q[KEY_WORDS * 4], v[LANE_COLUMNS];
-    Factors f;
+    float k[KEY_WORDS * 4], q[KEY_WORDS * 4];
+    float2 v;
+    Factors factors;
     u32 eighth;
     __device__ __forceinline__ void load(const float* home) {
 #pragma unroll
-        for (int i = 0; i < ROWS; i++)
-#pragma unroll
-            for (int c = 0; c < LANE_COLUMNS; c++) state[i][c] = __ldcg(home + i * DV + c);
+        for (int i = 0; i < ROWS; i++) {
+            const float2 s = __ldcg((const float2*)(home + i * DV));
+            state[i][0] = s.x;
+            state[i][1] = s.y;
+        }
     }
     // Adds updates that are not in the state yet.
     __device__ __forceinline__ void replay(const Update* log, u32 count, u32 head, u32 column) {
 #pragma unroll 1
         for (u32 p = 0; p < count; p++) {
-            const float *steps = log[p].step + head * DV + column, *keys = log[p].k + head / SHARING * DK + eighth * ROWS;
-            const float alpha = __ldcg(log[p].alpha + head);
-#pragma unroll
-            for (int c = 0; c < LANE_COLUMNS; c++) step[c] = __ldcg(steps + c);
+            const float2 by = __ldcg((const float2*)(log[p].step + head * DV + column));
+            const float alpha = __ldcg(log[p].alpha + head), *keys = log[p].k + head / SHARING * DK + eighth * ROWS;
 #pragma unroll
             for (int i = 0; i < ROWS; i++) {
                 const float key = __ldcg(keys + i);
-#pragma unroll
-                for (int c = 0; c < LANE_COLUMNS; c++) state[i][c] = delta_state(alpha, state[i][c], key, step[c]);
+                state[i][0] = delta_state(alpha, state[i][0], key, by.x);
+                state[i][1] = delta_state(alpha, state[i][1], key, by.y);
             }
         }
     }
@@ -183,14 +183,12 @@ struct Pair {
     __device__ __forceinline__ void begin() {
 #pragma unroll
         for (float& key : before) key = -0.0f;
-#pragma unroll
-        for (float& s : step) s = 0.0f;
+        step[0] = step[1] = 0.0f;
     }
     // Asks for a row.
     __device__ __forceinline__ void load_row(const Brought& row, u32 column) {
-        f = row.factors;
-#pragma unroll
-        for (int c = 0; c < LANE_COLUMNS; c++) v[c] = row.v[column + c];
+        factors = row.factors;
+        v = *(const float2*)(row.v + column);
 #pragma unroll
         for (u32 i = 0; i < KEY_WORDS * 4; i += 4) {
             const float4 a = *(const float4*)(row.keys.k + eighth * EIGHTH + i), b = *(const float4*)(row.keys.q + eighth * EIGHTH + i);
@@ -198,50 +196,51 @@ struct Pair {
             q[i] = b.x; q[i + 1] = b.y; q[i + 2] = b.z; q[i + 3] = b.w;
         }
     }
+    // The two halves of `delta_state`.
+    __device__ __forceinline__ void decay(float alpha, int i) {
+#pragma unroll
+        for (int c = 0; c < 2; c++) state[i][c] = __fmul_rn(alpha, state[i][c]);
+    }
     __device__ __forceinline__ void add(int i) {
 #pragma unroll
-        for (int c = 0; c < LANE_COLUMNS; c++) state[i][c] = fmaf(before[i], step[c], state[i][c]);  // the second half of `delta_state`
+        for (int c = 0; c < 2; c++) state[i][c] = fmaf(before[i], step[c], state[i][c]);
     }
-    // The row that was asked for; asks for `next`. What it reads out of a column: of two, even eighths have the first, odd ones the second.
+    // The row that was asked for; asks for `next`. What it reads out: of the first column in even eighths, of the second in odd ones.
     __device__ __forceinline__ float row(const Brought& next, u32 column) {
-        const Factors f = this->f;
-        float sk[LANE_COLUMNS] = {}, sq[LANE_COLUMNS] = {}, error[LANE_COLUMNS];
+        const Factors f = factors;
+        const float2 value = v;
+        float sk[2] = {}, sq[2] = {};
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
             add(i);
 #pragma unroll
-            for (int c = 0; c < LANE_COLUMNS; c++) {
+            for (int c = 0; c < 2; c++) {
                 sk[c] = fmaf(state[i][c], k[i], sk[c]);
                 sq[c] = fmaf(state[i][c], q[i], sq[c]);
-                state[i][c] = __fmul_rn(f.alpha, state[i][c]);  // the first half
             }
+            decay(f.alpha, i);
             before[i] = k[i];
         }
-#pragma unroll
-        for (int c = 0; c < LANE_COLUMNS; c++) error[c] = v[c];
         load_row(next, column);
-        // The tree of `sum_of`. All need S^T k, but one lane will do for S^T q.
-        const bool odd = LANE_COLUMNS == 2 && eighth & 1;
-        float out = (odd ? sq[LANE_COLUMNS - 1] : sq[0]) + __shfl_xor_sync(FULL, odd ? sq[0] : sq[LANE_COLUMNS - 1], 4);
+        // The tree of `sum_of`. All lanes need S^T k, but one will do for S^T q.
+        const bool odd = eighth & 1;
+        float out = (odd ? sq[1] : sq[0]) + __shfl_xor_sync(FULL, odd ? sq[0] : sq[1], 4);
 #pragma unroll
         for (int n = 4; n <= 16; n *= 2) {
 #pragma unroll
-            for (int c = 0; c < LANE_COLUMNS; c++) sk[c] += __shfl_xor_sync(FULL, sk[c], n);
+            for (int c = 0; c < 2; c++) sk[c] += __shfl_xor_sync(FULL, sk[c], n);
             if (n > 4) out += __shfl_xor_sync(FULL, out, n);
         }
-#pragma unroll
-        for (int c = 0; c < LANE_COLUMNS; c++) {
-            error[c] = delta_error(f, sk[c], error[c]);
-            step[c] = delta_step(f, error[c]);
-        }
-        return delta_readout(f, out, odd ? error[LANE_COLUMNS - 1] : error[0]);
+        const float error[2] = {delta_error(f, sk[0], value.x), delta_error(f, sk[1], value.y)};
+        step[0] = delta_step(f, error[0]);
+        step[1] = delta_step(f, error[1]);
+        return delta_readout(f, out, odd ? error[1] : error[0]);
     }
     __device__ __forceinline__ void store(float* home) {
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
             add(i);
-#pragma unroll
-            for (int c = 0; c < LANE_COLUMNS; c++) home[i * DV + c] = state[i][c];
+            *(float2*)(home + i * DV) = float2{state[i][0], state[i][1]};
         }
     }
 };
@@ -258,7 +257,7 @@ extern "C" __global__ void __launch_bounds__(32 * CHUNK_WARPS) delta_chunk(Delta
         wait_for_inputs();
         return;
     }
-    const u32 in_block = (warp * 4 + lane % 4) * LANE_COLUMNS, column = item.part * 32 + in_block;
+    const u32 in_block = (warp * 4 + lane % 4) * 2, column = item.part * 32 + in_block;
     Pair pair;
     pair.eighth = lane / 4;
     float* home = d.state(segment, item.head) + pair.eighth * ROWS * DV + column;
@@ -270,7 +269,7 @@ extern "C" __global__ void __launch_bounds__(32 * CHUNK_WARPS) delta_chunk(Delta
         for (u32 r = begin + warp; r < min(begin + AHEAD, segment.rows); r += CHUNK_WARPS)
             rows[r % (2 * AHEAD)].bring(c.prepared[segment.first + r], item, lane);
     };
-    float* to = d.gated + ((u64)segment.first * VALUE_HEADS + item.head) * DV + column + pair.eighth % LANE_COLUMNS;
+    float* to = d.gated + ((u64)segment.first * VALUE_HEADS + item.head) * DV + column + pair.eighth % 2;
     bring(0);
 #pragma unroll 1
     for (u32 begin = 0; begin < segment.rows; begin += AHEAD) {
@@ -280,11 +279,11 @@ extern "C" __global__ void __launch_bounds__(32 * CHUNK_WARPS) delta_chunk(Delta
         const Brought* row = rows + begin / AHEAD % 2 * AHEAD;
         const u32 count = min((u32)AHEAD, segment.rows - begin);
         pair.load_row(*row, in_block);
-#pragma unroll 4
+#pragma unroll 2
         for (u32 r = 0; r < count; r++) {
             // Behind the last one it asks for a row that nobody needs.
             const float o = pair.row(*++row, in_block);
-            if (pair.eighth < LANE_COLUMNS) *to = o;
+            if (pair.eighth < 2) *to = o;
             to += VALUE_HEADS * DV;
         }
     }
