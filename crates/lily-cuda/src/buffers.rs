@@ -7,6 +7,7 @@ use lily_model::config::Config;
 use crate::chunk::room_for_records;
 use crate::driver::{Buffer, Context, DriverError};
 use crate::forward::SPLIT_ROWS;
+use crate::gdn::prepared_len;
 use crate::pack::TILE_COLS;
 use crate::step::{Layout, MAX_SEGMENTS};
 use crate::wide::{columns_bytes, eighths};
@@ -19,6 +20,8 @@ pub struct Buffers {
     pub x: Buffer,
     /// Output of a mixer's first product.
     pub projected: Buffer,
+    /// Inputs of the delta rule of a chunk, `Prepared` of `kernels/gdn_chunk.cu` for each row.
+    pub prepared: Buffer,
     /// Inputs of products as fragments, with the units and sums of their tiles and 1 / rms per row.
     pub fragments: Buffer,
     /// See `fragments`.
@@ -99,6 +102,7 @@ impl Buffers {
             step: allocate(layout.bytes())?,
             x: floats(rows * c.hidden_size)?,
             projected: floats(rows * projected)?,
+            prepared: floats(rows * prepared_len(g))?,
             fragments: allocate(rows * tiles * 256)?,
             units: floats(2 * rows * tiles)?,
             scale: floats(rows)?,

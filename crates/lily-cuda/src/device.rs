@@ -237,7 +237,7 @@ mod tests {
         {
             let launches = chunk_launches(config.clone(), &Context::h200(), tokens).unwrap();
             let count = |name| launches.iter().filter(|launch| launch.name == name).count();
-            let names = ["route", "add_experts", "delta_1", "flash", "finish", "bests", "gather"];
+            let names = ["route", "add_experts", "delta_chunk", "flash", "finish", "bests", "gather"];
             assert_eq!(names.map(count), [layers, layers, gdn, attention, 1, 0, 0]);
             let experts = ["chunk_gather", "chunk_gate_up_q4", "chunk_columns", "chunk_down_q4"];
             assert_eq!(experts.map(count), [by_pieces; 4]);

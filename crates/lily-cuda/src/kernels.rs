@@ -104,8 +104,8 @@ pub const SOURCES: [Source; 12] = [
     },
     Source {
         name: "gdn.cu",
-        text: include_str!("../kernels/gdn.cu"),
-        kernels: &["delta_1", "delta_4", "settle"],
+        text: concat!(include_str!("../kernels/gdn.cu"), include_str!("../kernels/gdn_chunk.cu")),
+        kernels: &["delta_1", "delta_4", "settle", "delta_inputs", "delta_chunk", "delta_outputs"],
         fits: ALL,
     },
     Source {
@@ -203,6 +203,7 @@ pub fn options(config: &Config, arch: &str) -> Vec<String> {
         ("EXPERT_WIDTH", m.expert_width),
         ("SHARED_WIDTH", m.shared_width),
         ("PENDING", gdn::PENDING),
+        ("CHUNK_ROWS", gdn::CHUNK_ROWS),
     ];
     let fixed = [
         format!("--gpu-architecture={arch}"),

@@ -1,7 +1,7 @@
 //! The delta rule of kernels/gdn.cu against the same in f64 (docs/model-spec.md, section 3).
 
 use lily_cuda::driver::Context;
-use lily_cuda::gdn::{self, PENDING, update_len};
+use lily_cuda::gdn::{self, CHUNK_ROWS, PENDING, prepared_len, update_len};
 use lily_model::config::{Config, GdnConfig};
 
 use crate::common::random::{self, Numbers};
@@ -41,25 +41,29 @@ const SLOTS: usize = 5;
 
 /// How many updates wait in a segment's log, and whether its own is left there.
 fn log(kernel: Kernel, segment: usize, rows: usize) -> (usize, bool) {
+    let pending = segment * 3 % (PENDING + 1);
     match kernel {
         Kernel::Columns => (0, false),
-        Kernel::Heads => {
-            let pending = segment * 3 % (PENDING + 1);
-            (pending, rows == 1 && pending < PENDING)
-        }
+        Kernel::Heads | Kernel::Both => (pending, rows == 1 && pending < PENDING),
+        Kernel::Chunks => (pending, false),
     }
 }
 
 /// A kernel.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Kernel {
     /// `delta_1`: 32 columns of a head each.
     Columns,
     /// `delta_4`: whole heads.
     Heads,
+    /// `delta_inputs`, `delta_chunk` and `delta_outputs`, for segments of any length.
+    Chunks,
+    /// The same for long segments only, behind `delta_4` for the others.
+    Both,
 }
 
-/// Runs a kernel for segments of `rows` rows; that for whole heads once more behind `settle`, with the same result to the bit.
+/// Runs a kernel for segments of `rows` rows; all but the first once more behind `settle`, with the same result to the bit, which is also
+/// that of the first.
 pub fn run(e: &Emulator, c: &Config, kernel: Kernel, rows: &[usize], seed: u64) -> Result<(), String> {
     let inputs = Inputs::new(c, rows, seed);
     let expected = inputs.expected(c, kernel);
@@ -74,15 +78,20 @@ pub fn run(e: &Emulator, c: &Config, kernel: Kernel, rows: &[usize], seed: u64) 
             }
         }
     }
-    if matches!(kernel, Kernel::Columns) {
+    if kernel == Kernel::Columns {
         return Ok(());
     }
-    let settled = inputs.launch(e, c, kernel, true, seed)?;
-    // Gated readouts and squares, which all of the states go into.
-    match got[..2] == settled[..2] {
-        true => Ok(()),
-        false => Err("settled states give other readouts than replayed updates".to_owned()),
+    // Gated readouts and squares, which all of the states go into. What is deferred is in no state.
+    let compared = if kernel == Kernel::Chunks { 4 } else { 2 };
+    let bits = |of: &[Vec<f32>; 5]| -> Vec<Vec<u32>> {
+        of[..compared].iter().map(|v| v.iter().map(|x| x.to_bits()).collect()).collect()
+    };
+    for other in [kernel, Kernel::Columns] {
+        if bits(&inputs.launch(e, c, other, true, seed)?) != bits(&got) {
+            return Err(format!("{other:?} of settled states gives other bits than replayed updates"));
+        }
     }
+    Ok(())
 }
 
 impl Inputs {
@@ -116,11 +125,12 @@ impl Inputs {
         let [states, convs, logs] = [&self.states, &self.convs, &self.logs].map(|v| e.floats(v));
         let shape =
             Shape { grid: [g.value_heads as u32, 1], threads: 128, cluster: 1, together: 4, shared: 0 };
-        let (mut first, mut segments) = (0, Vec::new());
+        let (mut first, mut segments, mut table) = (0, Vec::new(), Vec::new());
         for (i, &rows) in self.rows.iter().enumerate() {
             let (slot, parity) = place(i);
             let (mut pending, defers) = log(kernel, i, rows);
             if settle {
+                pending = log(Kernel::Heads, i, rows).0;
                 let at = |floats: usize| (slot * 4 * floats) as u64;
                 let states = states.address() + at(g.state_len());
                 let logs = logs.address() + at(PENDING * update_len(g));
@@ -129,6 +139,7 @@ impl Inputs {
             }
             segments.extend([first, rows as u32, 0, slot as u32, u32::MAX, parity as u32, 0, 0]);
             segments.extend([pending as u32, u32::from(defers)]);
+            table.extend((0..rows as u32).flat_map(|r| [0, r, i as u32, u32::MAX]));
             first += rows as u32;
         }
         let segments = e.words(&segments);
@@ -140,14 +151,25 @@ impl Inputs {
         arguments.extend([convs.address(), 2 * g.conv_state_len() as u64]);
         arguments.extend([gated.address(), squares.address(), 0, 0, logs.address(), PENDING as u64]);
         let heads = (g.value_heads * self.rows.len()) as u32;
-        let (name, shape) = match kernel {
-            Kernel::Columns => ("delta_1", Shape { grid: [heads * 4, 1], threads: THREADS, ..shape }),
-            Kernel::Heads => {
-                let shared = gdn::shared_memory(g, &Context::h200()).unwrap();
-                ("delta_4", Shape { grid: [heads, 1], shared, ..shape })
-            }
-        };
-        e.launch(name, shape, &arguments, seed)?;
+        if kernel == Kernel::Columns {
+            e.launch("delta_1", Shape { grid: [heads * 4, 1], threads: THREADS, ..shape }, &arguments, seed)?;
+        }
+        if matches!(kernel, Kernel::Heads | Kernel::Both) {
+            let shared = gdn::shared_memory(g, &Context::h200()).unwrap();
+            e.launch("delta_4", Shape { grid: [heads, 1], shared, ..shape }, &arguments, seed)?;
+        }
+        if matches!(kernel, Kernel::Chunks | Kernel::Both) {
+            let (table, prepared) = (e.words(&table), e.unwritten(all * prepared_len(g) * 4));
+            let least = if kernel == Kernel::Both { CHUNK_ROWS } else { 1 };
+            arguments.extend([table.address(), prepared.address(), all as u64 | (least as u64) << 32]);
+            let shared = gdn::chunk_shared(g, &Context::h200(), false);
+            let (all, norms) = (all as u32, (g.value_heads as u32).div_ceil(8));
+            let runs = Shape { grid: [g.key_heads as u32, all.div_ceil(16)], ..shape };
+            e.launch("delta_inputs", runs, &arguments, seed)?;
+            e.launch("delta_chunk", Shape { grid: [heads * 4, 1], shared, ..shape }, &arguments, seed)?;
+            let outputs = Shape { grid: [norms, all], threads: THREADS, ..shape };
+            e.launch("delta_outputs", outputs, &arguments, seed)?;
+        }
         Ok([gated.floats(), squares.floats(), states.floats(), convs.floats(), logs.floats()])
     }
 

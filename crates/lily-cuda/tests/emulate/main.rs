@@ -150,16 +150,31 @@ fn experts_of_a_chunk() {
     }
 }
 
-const DELTA_RULES: [delta::Kernel; 2] = [delta::Kernel::Columns, delta::Kernel::Heads];
+const DELTA_RULES: [delta::Kernel; 3] = [delta::Kernel::Columns, delta::Kernel::Heads, delta::Kernel::Chunks];
 
 /// Sequences of one row and of several, with their states in other places than they come.
 #[test]
 fn delta_rule() {
     let config = delta::config();
     let emulator = machine::Emulator::compile("gdn.cu", &config, str::to_owned);
-    for (seed, kernel) in DELTA_RULES.into_iter().cycle().take(4).enumerate() {
+    for (seed, kernel) in DELTA_RULES.into_iter().cycle().take(6).enumerate() {
         delta::run(&emulator, &config, kernel, &[1, 3, 2, 5, 1], seed as u64)
             .unwrap_or_else(|e| panic!("{kernel:?}, seed {seed}: {e}"));
+    }
+}
+
+/// Segments that end in any row of what is brought together and of a run; that begin in any; long ones among short ones.
+#[test]
+fn delta_rule_of_chunks() {
+    let config = delta::config();
+    let emulator = machine::Emulator::compile("gdn.cu", &config, str::to_owned);
+    let chunks =
+        [&[70][..], &[2, 9, 33], &[16, 8, 17, 31, 7], &[64, 3, 5, 4], &[15, 32, 47], &[24, 6, 10, 11]];
+    let both = [&[1, 30, 2, 24, 1][..], &[23, 1, 25, 1]];
+    let cases = chunks.map(|rows| (delta::Kernel::Chunks, rows)).into_iter();
+    for (seed, (kernel, rows)) in cases.chain(both.map(|rows| (delta::Kernel::Both, rows))).enumerate() {
+        delta::run(&emulator, &config, kernel, rows, seed as u64)
+            .unwrap_or_else(|e| panic!("{kernel:?}, {rows:?}, seed {seed}: {e}"));
     }
 }
 
@@ -278,6 +293,6 @@ fn every_wait_of_the_delta_rule_is_needed() {
         let emulator = machine::Emulator::compile("gdn.cu", &config, edit);
         (0..ROUNDS)
             .flat_map(|seed| DELTA_RULES.map(|kernel| (seed, kernel)))
-            .try_for_each(|(seed, kernel)| delta::run(&emulator, &config, kernel, &[1, 3, 2, 5, 1], seed))
+            .try_for_each(|(seed, kernel)| delta::run(&emulator, &config, kernel, &[1, 3, 20, 5, 1], seed))
     });
 }
