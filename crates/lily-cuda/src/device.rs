@@ -215,14 +215,13 @@ mod tests {
     }
 
     #[test]
-    fn the_router_of_up_to_32_tokens_chooses_and_that_of_more_is_followed_by_a_list() {
-        for (batch, expected, not) in
-            [(2, "router_q8", "route"), (32, "router_q8", "route"), (33, "route", "router_q8")]
-        {
+    fn the_router_of_more_than_32_tokens_is_followed_by_a_list() {
+        for batch in [2, 32, 33] {
             let (config, launches) = decoding(batch);
             let count = |name| launches.iter().filter(|launch| launch.name == name).count();
-            let layers = config.layers.len();
-            assert_eq!([expected, "experts_group_q4", not].map(count), [layers, layers, 0], "{batch}");
+            let (layers, lists) = (config.layers.len(), if batch > 32 { config.layers.len() } else { 0 });
+            let names = ["router_q8", "list_experts", "experts_group_q4", "route"];
+            assert_eq!(names.map(count), [layers, lists, layers, 0], "{batch}");
         }
     }
 
@@ -237,7 +236,7 @@ mod tests {
         {
             let launches = chunk_launches(config.clone(), &Context::h200(), tokens).unwrap();
             let count = |name| launches.iter().filter(|launch| launch.name == name).count();
-            let names = ["route", "add_experts", "delta_chunk", "flash", "finish", "bests", "gather"];
+            let names = ["list_experts", "add_experts", "delta_chunk", "flash", "finish", "bests", "gather"];
             assert_eq!(names.map(count), [layers, layers, gdn, attention, 1, 0, 0]);
             let experts = ["chunk_gather", "chunk_gate_up_q4", "chunk_columns", "chunk_down_q4"];
             assert_eq!(experts.map(count), [by_pieces; 4]);

@@ -329,23 +329,23 @@ impl Device {
     ) -> Result<(), DriverError> {
         let (b, hidden, x) = (&self.buffers, self.hidden(), &self.buffers.x);
         let q4 = w.gate_up.packing == Packing::Q4 && w.down.packing == Packing::Q4;
-        match self.group.filter(|_| q4) {
-            Some(group) if rows <= group::listed(&self.config) && self.choose(&w.router, gain, rows)? => {
-                self.experts_by_copies(group, w, rows, true)?;
+        let (chunk, group) = (self.chunk_of_experts(w, rows), self.group.filter(|_| q4));
+        // The kernel of `group` lists those of few rows itself.
+        let listed = chunk.is_some() || rows > group::listed(&self.config);
+        let pairs = chunk.map(|_| chunk::PAIRS).or(group.map(|_| group::PAIRS)).unwrap_or(GROUP);
+        let chosen = (chunk.is_some() || group.is_some()) && self.choose(&w.router, gain, rows)?;
+        if chosen && listed {
+            self.list_experts(rows, pairs)?;
+        } else if !chosen {
+            self.route(&w.router, gain, rows, pairs)?;
+            if w.gate_up.packing.takes_digits() != w.router.packing.takes_digits() {
+                self.prepare(x, Input::Norm(gain), rows, hidden, w.gate_up.packing)?;
             }
-            group => {
-                let chunk = self.chunk_of_experts(w, rows);
-                let pairs = chunk.map(|_| chunk::PAIRS).or(group.map(|_| group::PAIRS));
-                self.route(&w.router, gain, rows, pairs.unwrap_or(GROUP))?;
-                if w.gate_up.packing.takes_digits() != w.router.packing.takes_digits() {
-                    self.prepare(x, Input::Norm(gain), rows, hidden, w.gate_up.packing)?;
-                }
-                match (chunk, group) {
-                    (Some(chunk), _) => self.experts_of_chunk(chunk, w, rows)?,
-                    (None, Some(group)) => self.experts_by_copies(group, w, rows, false)?,
-                    (None, None) => self.experts(w, rows)?,
-                }
-            }
+        }
+        match (chunk, group) {
+            (Some(chunk), _) => self.experts_of_chunk(chunk, w, rows)?,
+            (None, Some(group)) => self.experts_by_copies(group, w, rows, chosen && !listed)?,
+            (None, None) => self.experts(w, rows)?,
         }
         let mut args = Args::new();
         args.u64(b.weights.address()).u64(b.expanded.address()).u64(x.address());
@@ -368,6 +368,16 @@ impl Device {
         args.u64(b.pairs.address()).u64(b.work.address()).u64(b.counts.address());
         let shape = Shape { grid: [1, 1, 1], threads: 1024, shared: 0, overlap: true };
         self.launch_with("route", shape, &mut args)
+    }
+
+    /// Lists the experts that `router_q8` has chosen for `rows` rows, in pieces of up to `group` pairs.
+    fn list_experts(&self, rows: u32, group: u32) -> Result<(), DriverError> {
+        let b = &self.buffers;
+        let mut args = Args::new();
+        args.u64(b.chosen.address()).u32(rows).u32(group);
+        args.u64(b.pairs.address()).u64(b.work.address()).u64(b.counts.address());
+        let shape = Shape { grid: [1, 1, 1], threads: 1024, shared: 0, overlap: true };
+        self.launch_with("list_experts", shape, &mut args)
     }
 
     /// What a general kernel of experts takes first, in a step of `rows` rows.

@@ -119,6 +119,7 @@ pub const SOURCES: [Source; 12] = [
         text: include_str!("../kernels/moe.cu"),
         kernels: &[
             "route",
+            "list_experts",
             "add_experts",
             "gate_up_q4",
             "gate_up_q8",

@@ -1,4 +1,4 @@
-//! The experts' kernels of kernels/group.cu and kernels/chunk.cu, with what `prepare_norm` and `route` leave before them.
+//! The experts' kernels of kernels/group.cu and kernels/chunk.cu, with what `prepare_norm` and `route` or `list_experts` leave before them.
 
 use lily_cuda::chunk;
 use lily_cuda::group::{self, PAIRS};
@@ -109,12 +109,22 @@ pub enum Choice {
     Same,
 }
 
+/// Who lists the pairs of each expert.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Lists {
+    /// The experts' kernel itself, of what is chosen.
+    Itself,
+    /// `list_experts`, of what is chosen.
+    Apart,
+    /// `route`, which chooses too.
+    Route,
+}
+
 #[derive(Clone, Copy, Debug)]
 pub struct Case {
     pub tokens: usize,
     pub choice: Choice,
-    /// The kernel gets lists of `route`; else it makes them.
-    pub routed: bool,
+    pub lists: Lists,
     pub blocks: u32,
 }
 
@@ -159,27 +169,29 @@ impl Step {
         Ok(Self { x, gain, inputs, chosen, logits: e.moe.floats(&logits) })
     }
 
-    /// Work, counts and pairs: `route`'s lists in pieces of up to `group` pairs, or only room for them.
-    fn lists(&self, e: &Emulators, group: Option<u32>, seed: u64) -> Result<[Memory; 3], String> {
+    /// Work, counts and pairs: lists in pieces of up to `group` pairs, or only room for them.
+    fn lists(&self, e: &Emulators, by: Lists, group: u32, seed: u64) -> Result<[Memory; 3], String> {
         let (c, tokens) = (&e.config, self.inputs[2].bytes().len() / 4);
         let pairs = tokens * (c.moe.experts_per_token + 1);
         let lists = [(pairs + c.moe.experts) * 16, 8, pairs * 4].map(|n| e.group.unwritten(n));
-        let Some(group) = group else { return Ok(lists) };
-        let (weights, scratch) = (e.group.unwritten(pairs * 4), e.group.unwritten(pairs * 4));
         let [work, counts, list] = lists.each_ref().map(Memory::address);
-        let logits = self.logits.address();
-        let arguments = [
-            logits,
-            tokens as u64,
-            u64::from(group),
-            weights.address(),
-            scratch.address(),
-            list,
-            work,
-            counts,
-        ];
+        let (rows, group) = (tokens as u64, u64::from(group));
         let shape = Shape { grid: [1, 1], threads: 1024, cluster: 1, together: 1, shared: 0 };
-        e.moe.launch("route", shape, &arguments, seed)?;
+        match by {
+            Lists::Itself => {}
+            Lists::Apart => {
+                let chosen = e.moe.words(&self.chosen);
+                let arguments = [chosen.address(), rows, group, list, work, counts];
+                e.moe.launch("list_experts", shape, &arguments, seed)?;
+            }
+            Lists::Route => {
+                let (weights, scratch) = (e.group.unwritten(pairs * 4), e.group.unwritten(pairs * 4));
+                let (logits, weights, scratch) =
+                    (self.logits.address(), weights.address(), scratch.address());
+                let arguments = [logits, rows, group, weights, scratch, list, work, counts];
+                e.moe.launch("route", shape, &arguments, seed)?;
+            }
+        }
         Ok(lists)
     }
 
@@ -206,7 +218,7 @@ impl Step {
         let c = &e.config;
         let (hidden, slots) = (c.hidden_size, c.moe.experts_per_token + 1);
         let (pairs, widest) = (case.tokens * slots, c.moe.expert_width.max(c.moe.shared_width));
-        let lists = self.lists(e, case.routed.then_some(PAIRS), seed)?;
+        let lists = self.lists(e, case.lists, PAIRS, seed)?;
         let told = e.group.words(&self.chosen);
         let left = [pairs * widest * 4, pairs * hidden * 4].map(|n| e.group.unwritten(n));
         let done = e.group.words(&vec![0; pairs]);
@@ -222,7 +234,7 @@ impl Step {
             work,
             counts,
             list,
-            if case.routed { 0 } else { told.address() },
+            if case.lists == Lists::Itself { told.address() } else { 0 },
             case.tokens as u64,
             fragments,
             units,
@@ -264,7 +276,7 @@ impl Step {
         let c = &e.config;
         let (hidden, slots) = (c.hidden_size, c.moe.experts_per_token + 1);
         let (pairs, widest) = (case.tokens * slots, c.moe.expert_width.max(c.moe.shared_width));
-        let lists = self.lists(e, Some(chunk::PAIRS), seed)?;
+        let lists = self.lists(e, case.lists, chunk::PAIRS, seed)?;
         let left = [pairs * widest * 4, pairs * hidden * 4].map(|n| emulator.unwritten(n));
         let records = emulator.unwritten(chunk::records_bytes(c, case.tokens));
         let [gate_up, gate_up_shared, down, down_shared] = layer.packed.each_ref().map(Memory::address);
@@ -320,7 +332,6 @@ pub fn run_chunk(e: &Emulators, layer: &Layer, case: Case, seed: u64) -> Result<
     let left = step.of_chunk(e, e.chunk.as_ref().unwrap(), layer, case, seed)?;
     step.check(e, layer, &left)?;
     let bits = |left: &Left| left.clone().map(|v| v.into_iter().map(f32::to_bits).collect::<Vec<u32>>());
-    let case = Case { routed: true, ..case };
     if bits(&left) == bits(&step.by_copies(e, layer, case, seed)?) {
         return Ok(());
     }

@@ -10,7 +10,7 @@ mod group;
 mod machine;
 mod wide;
 
-use group::{Choice, Emulators, Layer};
+use group::{Choice, Emulators, Layer, Lists};
 use lily_cuda::kernels::SOURCES;
 use lily_emulate::removed;
 use wide::{Case, Product};
@@ -104,13 +104,13 @@ fn experts(emulators: &Emulators, cases: &[group::Case]) {
 /// Lists by the kernel and by `route`; experts that none chose, and that all did; one block, and more than there is work for some of.
 #[test]
 fn experts_of_several_tokens() {
-    let case = group::Case { tokens: 5, choice: Choice::Random, routed: false, blocks: 3 };
+    let case = group::Case { tokens: 5, choice: Choice::Random, lists: Lists::Itself, blocks: 3 };
     let cases = [
         case,
         group::Case { tokens: 1, blocks: 2, ..case },
-        group::Case { tokens: 8, routed: true, blocks: 4, ..case },
+        group::Case { tokens: 8, lists: Lists::Route, blocks: 4, ..case },
         group::Case { tokens: 7, choice: Choice::Same, ..case },
-        group::Case { tokens: 9, choice: Choice::Same, routed: true, ..case },
+        group::Case { tokens: 9, choice: Choice::Same, lists: Lists::Apart, ..case },
         group::Case { tokens: 3, blocks: 1, ..case },
         group::Case { tokens: 32, blocks: 4, ..case },
     ];
@@ -120,10 +120,10 @@ fn experts_of_several_tokens() {
 /// Eighths of a row of different lengths, strips that are not full, experts wider than the shared one.
 #[test]
 fn wide_experts() {
-    let case = group::Case { tokens: 6, choice: Choice::Random, routed: false, blocks: 4 };
+    let case = group::Case { tokens: 6, choice: Choice::Random, lists: Lists::Itself, blocks: 4 };
     let cases = [
         case,
-        group::Case { tokens: 11, routed: true, blocks: 3, ..case },
+        group::Case { tokens: 11, lists: Lists::Apart, blocks: 3, ..case },
         group::Case { tokens: 2, blocks: 2, ..case },
     ];
     experts(&Emulators::new(group::config(576, 7, 2, [192, 64]), str::to_owned), &cases);
@@ -133,11 +133,11 @@ fn wide_experts() {
 /// than blocks and with stages that are not full.
 #[test]
 fn experts_of_a_chunk() {
-    let case = group::Case { tokens: 70, choice: Choice::Random, routed: true, blocks: 2 };
+    let case = group::Case { tokens: 70, choice: Choice::Random, lists: Lists::Apart, blocks: 2 };
     let cases = [
         case,
         group::Case { tokens: 97, choice: Choice::Same, blocks: 3, ..case },
-        group::Case { tokens: 33, choice: Choice::Same, blocks: 1, ..case },
+        group::Case { tokens: 33, choice: Choice::Same, lists: Lists::Route, blocks: 1 },
         group::Case { tokens: 5, ..case },
     ];
     for config in [group::config(192, 9, 3, [64, 128]), group::config(576, 5, 2, [192, 64])] {
@@ -272,7 +272,7 @@ fn every_wait_of_experts_is_needed() {
     let cases = [(13, 2), (32, 4), (4, 4)].map(|(tokens, blocks)| group::Case {
         tokens,
         choice: Choice::Random,
-        routed: false,
+        lists: Lists::Itself,
         blocks,
     });
     each_is_needed("group.cu", &functions, &[], |edit| {
