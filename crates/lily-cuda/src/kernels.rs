@@ -111,7 +111,7 @@ pub const SOURCES: [Source; 12] = [
     Source {
         name: "attention.cu",
         text: include_str!("../kernels/attention.cu"),
-        kernels: &["rotary_table", "append", "flash", "combine"],
+        kernels: &["rotary_table", "append", "flash", "flash_rows", "combine"],
         fits: ALL,
     },
     Source {
@@ -136,7 +136,7 @@ pub const SOURCES: [Source; 12] = [
         name: "group.cu",
         text: include_str!("../kernels/group.cu"),
         kernels: &["experts_group_q4"],
-        fits: ALL,
+        fits: |_, capability| capability >= crate::group::CAPABILITY,
     },
     Source {
         name: "head.cu",
