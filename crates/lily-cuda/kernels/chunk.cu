@@ -9,7 +9,7 @@ extern __shared__ __align__(128) u8 shared[];
 #define RECORDS 2          // of a unit, at most
 #define RECORD_TOKENS 32
 #define UNIT_TOKENS (RECORDS * RECORD_TOKENS)
-#define DEPTH 4            // tiles of a stage, all of the same eighth of a row
+#define DEPTH 4            // tiles of a stage, of the same eighth of a row, or (EACH) of as many eighths of one tile
 #define RING 3             // stages in shared memory, at most
 #define BRINGER WARPS      // the warp behind those that multiply
 #define CHUNK_THREADS (THREADS + 128)  // its warpgroup is there to give registers to the others
@@ -69,8 +69,11 @@ struct Load {
     }
 };
 
-// Describes and brings all units of the block, by one warp. Of a product: `all` units, `part(unit)`, and place(part, i) and scale(place)
-// of its tokens.
+// Eighths of a row that a stage has tiles of.
+template <bool EACH> constexpr u32 EIGHTHS = EACH ? DEPTH : 1;
+
+// Describes and brings all units of the block, by one warp. Of a product: `all` units, `part(unit)`, place(part, i) and scale(place) of its
+// tokens, and EACH: every row has WARPS tiles.
 template <class Of> __device__ __forceinline__ void bring(Ring& ring, const Of& of, u32 stages, u32 lane) {
     Slot at;
     u32 told = 0;
@@ -81,8 +84,8 @@ template <class Of> __device__ __forceinline__ void bring(Ring& ring, const Of& 
         Told& to = ring.told[told];
         bool begins = true;
 #pragma unroll 1
-        for (u32 e = 0; e < WARPS; e++) {
-            const u32 until = first_tile(e + 1, part.k_tiles);
+        for (u32 e = 0; e < WARPS; e += EIGHTHS<Of::EACH>) {
+            const u32 until = first_tile(e + EIGHTHS<Of::EACH>, part.k_tiles);
 #pragma unroll 1
             for (u32 k = first_tile(e, part.k_tiles); k < until; k += DEPTH) {
                 u64* bar = &ring.full[at.i];
@@ -161,8 +164,10 @@ template <int N> struct Tree {
     }
 };
 
-// total += R tiles' sums with N records, as by `add_sums`. One record is multiplied while the sums of the one before it are scaled.
-template <int R, int N> __device__ __forceinline__ void add_tiles(const u8* weights, const u8* inputs, int lane, Sums<N>& total) {
+// total += R tiles' sums with N records, as by `add_sums`. One record is multiplied while the sums of the one before it are scaled. behind(r):
+// tile r is added.
+template <int R, int N, class Behind>
+__device__ __forceinline__ void add_tiles(const u8* weights, const u8* inputs, int lane, Sums<N>& total, Behind behind) {
     constexpr int ALL = R * N, T = RECORD_TOKENS;
     Tile<Q4> w[2];
     int c[2][T];
@@ -180,32 +185,35 @@ template <int R, int N> __device__ __forceinline__ void add_tiles(const u8* weig
             end_tile<0, T>(c[n & 1]);
         }
         add_sums<T>(w[n / N & 1].scales, record(n) + n / N * RECORD, lane, c[n & 1], total[n % N]);
+        if (n % N + 1 == N) behind(n / N);
     }
 }
 
 // A thread's sums of a unit with N records, by all threads that multiply.
-template <int N>
+template <int N, bool EACH>
 __device__ __forceinline__ void multiply_unit(Ring& ring, Slot& at, u32 k_tiles, u32 stages, u32 warp, int lane, Sums<N>& total) {
     Tree<N> tree;
     tree.kept = (float4*)(shared + stages * sizeof(Stage)) + threadIdx.x;
 #pragma unroll 1
-    for (u32 e = 0; e < WARPS; e++) {
-        const u32 until = first_tile(e + 1, k_tiles);
+    for (u32 e = 0; e < WARPS; e += EIGHTHS<EACH>) {
+        const u32 until = first_tile(e + EIGHTHS<EACH>, k_tiles);
 #pragma unroll 1
         for (u32 k = first_tile(e, k_tiles); k < until; k += DEPTH) {
             const u32 n = min((u32)DEPTH, until - k);
             const u8 *weights = stage(at.i).weights[warp], *inputs = stage(at.i).inputs[0];
             barrier_wait(&ring.full[at.i], at.turn);
-            if (n == DEPTH) {
-                add_tiles<DEPTH, N>(weights, inputs, lane, total);
+            if constexpr (EACH) {
+                add_tiles<DEPTH, N>(weights, inputs, lane, total, [&](u32 r) { tree.add((e & 4) | r, total); });
+            } else if (n == DEPTH) {
+                add_tiles<DEPTH, N>(weights, inputs, lane, total, [](u32) {});
             } else {
 #pragma unroll 1
-                for (u32 i = 0; i < n; i++) add_tiles<1, N>(weights + i * TILE, inputs + i * RECORD, lane, total);
+                for (u32 i = 0; i < n; i++) add_tiles<1, N>(weights + i * TILE, inputs + i * RECORD, lane, total, [](u32) {});
             }
             barrier_arrive(&ring.empty[at.i]);
             at.advance(stages);
         }
-        tree.add(e, total);
+        if (!EACH) tree.add(e, total);
     }
 }
 
@@ -219,11 +227,11 @@ template <class Of> __device__ __forceinline__ void multiply(Ring& ring, const O
         barrier_wait(&ring.full[at.i], at.turn);  // it is described
         if (__shfl_sync(FULL, told.tokens, 0) > RECORD_TOKENS) {
             Sums<2> sums = {};
-            multiply_unit<2>(ring, at, of.k_tiles(unit), stages, warp, lane, sums);
+            multiply_unit<2, Of::EACH>(ring, at, of.k_tiles(unit), stages, warp, lane, sums);
             of.template store<2>(unit, told, warp, lane, sums);
         } else {
             Sums<1> sums = {};
-            multiply_unit<1>(ring, at, of.k_tiles(unit), stages, warp, lane, sums);
+            multiply_unit<1, Of::EACH>(ring, at, of.k_tiles(unit), stages, warp, lane, sums);
             of.template store<1>(unit, told, warp, lane, sums);
         }
         turn = (turn + 1) % TOLD;
@@ -262,6 +270,7 @@ template <int N, class F> __device__ __forceinline__ void each_token(const Told&
 
 // y = W f(x). Units of the same rows follow each other, so that their weights are read once from memory.
 struct Dense {
+    static constexpr bool EACH = false;
     const Matrix& w;
     const Wide& o;
     u32 blocks, groups, all;
@@ -328,7 +337,8 @@ struct Experts {
 };
 
 // Both products are of units that follow each other by their piece. BLOCKS: row blocks of the widest expert; TILES: of a row of its inputs.
-template <u32 BLOCKS, u32 TILES> struct OfExperts {
+template <u32 BLOCKS, u32 TILES, bool IS_EACH> struct OfExperts {
+    static constexpr bool EACH = IS_EACH;
     static constexpr u32 UNITS = (BLOCKS + UNIT_BLOCKS - 1) / UNIT_BLOCKS;
     const Experts& o;
     u32 all, routed;
@@ -347,7 +357,7 @@ template <u32 BLOCKS, u32 TILES> struct OfExperts {
 };
 __host__ __device__ constexpr u32 larger(u32 a, u32 b) { return a > b ? a : b; }
 
-struct GateUp : OfExperts<larger(GATE_UP_BLOCKS, SHARED_BLOCKS), HIDDEN_TILES> {
+struct GateUp : OfExperts<larger(GATE_UP_BLOCKS, SHARED_BLOCKS), HIDDEN_TILES, HIDDEN_TILES == WARPS> {
     __device__ __forceinline__ explicit GateUp(const Experts& o) : OfExperts(o) {}
     __device__ __forceinline__ u32 k_tiles(u32) const { return HIDDEN_TILES; }
     __device__ __forceinline__ Part part(u32 unit) const {
@@ -367,7 +377,7 @@ extern "C" __global__ void __launch_bounds__(CHUNK_THREADS, 1) chunk_gate_up_q4(
     run(ring, GateUp(o), o.stages);
 }
 
-struct Down : OfExperts<HIDDEN_BLOCKS, MIDDLE_TILES> {
+struct Down : OfExperts<HIDDEN_BLOCKS, MIDDLE_TILES, EXPERT_TILES == WARPS && SHARED_TILES == WARPS> {
     __device__ __forceinline__ explicit Down(const Experts& o) : OfExperts(o) {}
     __device__ __forceinline__ u32 k_tiles(u32 unit) const { return is_shared(unit) ? SHARED_TILES : EXPERT_TILES; }
     __device__ __forceinline__ Part part(u32 unit) const { return part_of(unit, o.down, o.down_shared, HIDDEN_BLOCKS, k_tiles(unit)); }

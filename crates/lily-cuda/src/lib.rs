@@ -2,8 +2,8 @@
 //! is loaded at run time, so the same program starts on machines without one.
 //!
 //! The rooms are those of every backend: `embed`, `gdn`, `attention`, `moe`, `head` are kernel files, `forward` has their
-//! order, `wide`, `chunk` and `cluster` its products on Hopper (4-bit weights, of many tokens too; 8-bit ones and the router), `group` its
-//! experts there, `token` the short way for one token, `state` the memory of sequences, `driver` the device.
+//! order, `wide` and `cluster` its products on Hopper (4-bit weights; 8-bit ones and the router), `group` its experts there, `chunk` both
+//! for many tokens, `token` the short way for one token, `state` the memory of sequences, `driver` the device.
 
 mod args;
 mod backend;

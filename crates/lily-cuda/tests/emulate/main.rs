@@ -130,7 +130,7 @@ fn wide_experts() {
 }
 
 /// By the kernels of chunks: pieces of one record and of two, full and not; experts of other widths than the shared one's, with more units
-/// than blocks and with stages that are not full.
+/// than blocks and with stages that are not full; a tile an eighth.
 #[test]
 fn experts_of_a_chunk() {
     let case = group::Case { tokens: 70, choice: Choice::Random, lists: Lists::Apart, blocks: 2 };
@@ -140,7 +140,11 @@ fn experts_of_a_chunk() {
         group::Case { tokens: 33, choice: Choice::Same, lists: Lists::Route, blocks: 1 },
         group::Case { tokens: 5, ..case },
     ];
-    for config in [group::config(192, 9, 3, [64, 128]), group::config(576, 5, 2, [192, 64])] {
+    for config in [
+        group::config(192, 9, 3, [64, 128]),
+        group::config(576, 5, 2, [192, 64]),
+        group::config(320, 4, 2, [512, 512]),
+    ] {
         let emulators = Emulators::with_chunk(config, str::to_owned);
         let layer = Layer::new(&emulators, 1);
         for (seed, case) in cases.into_iter().enumerate() {
