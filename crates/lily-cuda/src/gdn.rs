@@ -223,4 +223,13 @@ mod tests {
         assert_eq!(bytes(512, 128), None);
         assert_eq!(bytes(128, 64), None);
     }
+
+    #[test]
+    fn blocks_of_a_chunk_have_a_multiprocessor_each_if_there_are_enough() {
+        let g = GdnConfig { key_heads: 16, value_heads: 32, key_dim: 128, value_dim: 128, conv_kernel: 4 };
+        let context = Context::h200();
+        let bytes = |alone| chunk_shared(&g, &context, alone);
+        assert!(bytes(true) <= context.shared_memory && 2 * (bytes(true) + 1024) > 228 << 10);
+        assert!(4 * (bytes(false) + 1024) < 228 << 10);
+    }
 }
