@@ -246,6 +246,7 @@ struct Pair {
 };
 
 // Readouts as they are, and the state behind them. Grid: 32 columns of a head each.
+// Four blocks: up to 128 registers. Without a bound the compiler spills for 8.0.
 extern "C" __global__ void __launch_bounds__(32 * CHUNK_WARPS, 4) delta_chunk(Delta d, Chunk c) {
 #if DV == 128
     Brought* rows = (Brought*)(u8*)shared;  // two times AHEAD, which take turns, and one

@@ -257,6 +257,20 @@ mod tests {
     }
 
     #[test]
+    fn the_delta_rule_of_many_rows_has_kernels_of_its_own() {
+        let config = Config::from_json(CONFIG_35B_A3B).unwrap();
+        let layers = config.count(LayerKind::Gdn);
+        for (tokens, delta_1, others) in [(gdn::CHUNK_ROWS - 1, layers, 0), (gdn::CHUNK_ROWS, 0, layers)] {
+            let launches = chunk_launches(config.clone(), &Context::h200(), tokens).unwrap();
+            let count = |name| launches.iter().filter(|launch| launch.name == name).count();
+            // Those leave columns for the next product.
+            let names =
+                ["delta_1", "columns_heads", "delta_inputs", "delta_chunk", "delta_outputs", "delta_4"];
+            assert_eq!(names.map(count), [delta_1, delta_1, others, others, others, 0], "{tokens} tokens");
+        }
+    }
+
+    #[test]
     fn a_checkpoint_in_bf16_is_decoded_by_the_general_kernels() {
         let mut config = Config::from_json(CONFIG_35B_A3B).unwrap();
         config.quantization = None;

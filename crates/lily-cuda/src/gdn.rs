@@ -80,8 +80,8 @@ fn moved(g: &GdnConfig, plan: &Plan, whole: bool) -> u64 {
 }
 
 impl Device {
-    /// Shared memory of the kernel for whole heads, if a step of so many segments goes through it. It knows of logs; what else reads
-    /// states does not.
+    /// Shared memory of the kernel for whole heads, if short segments of a step of so many go through it. It and the kernels for chunks
+    /// know of logs; `delta_1`, which steps of fewer may need, does not.
     fn whole_heads(&self, segments: usize) -> Option<u32> {
         shared_memory(&self.config.gdn, &self.context).filter(|_| segments >= MANY)
     }
@@ -119,18 +119,22 @@ impl Device {
     ) -> Result<bool, DriverError> {
         let g = &self.config.gdn;
         let whole = self.whole_heads(plan.segments);
-        // Of few segments all go one way.
         let chunks = plan.long > 0 && g.value_dim == WHOLE;
         let normed = whole.is_some() || chunks;
         let columns = if normed { self.columns_of(output, plan.rows as u32) } else { [0; 2] };
         let delta = self.delta_words(vectors, index, columns);
-        let short = plan.segments - if whole.is_some() { plan.long } else { 0 };
+        // If one of few segments is long, all go its way.
+        let (least, others) = match (chunks, whole) {
+            (true, Some(_)) => (CHUNK_ROWS, plan.segments - plan.long),
+            (true, None) => (1, 0),
+            (false, _) => (CHUNK_ROWS, plan.segments),
+        };
         let tables = vectors.iter().map(|v| v.bytes() as u64).sum::<u64>();
-        if short > 0 && (whole.is_some() || !chunks) {
+        if others > 0 {
             // Few sequences are spread over many blocks; for many, a block does once what a head's columns have in common.
             let heads = (plan.segments * g.value_heads) as u32;
             let mut args = Args::new();
-            args.words(&delta).moves(short as u64 * moved(g, plan, whole.is_some()) + tables);
+            args.words(&delta).moves(others as u64 * moved(g, plan, whole.is_some()) + tables);
             match whole {
                 Some(shared) => {
                     let shape = Shape { grid: [heads, 1, 1], threads: HEAD_THREADS, shared, overlap: true };
@@ -142,8 +146,7 @@ impl Device {
             }
         }
         if chunks {
-            let least = if whole.is_some() { CHUNK_ROWS } else { 1 };
-            self.delta_of_chunks(&delta, plan, least, tables)?;
+            self.delta_of_chunks(&delta, plan, [least, plan.segments - others], tables)?;
         }
         Ok(normed)
     }
@@ -173,16 +176,15 @@ impl Device {
         ]
     }
 
-    /// The segments of at least `least` rows, by the kernels for chunks. `tables`: bytes of the layer's small weights.
+    /// The segments of at least `least` rows, so many, by the kernels for chunks. `tables`: bytes of the layer's small weights.
     fn delta_of_chunks(
         &self,
         delta: &[u64; 16],
         plan: &Plan,
-        least: usize,
+        [least, segments]: [usize; 2],
         tables: u64,
     ) -> Result<(), DriverError> {
         let (b, g, rows) = (&self.buffers, &self.config.gdn, plan.rows as u32);
-        let segments = if least > 1 { plan.long } else { plan.segments } as u64;
         let [_, _, row_table] = self.parts();
         // `Chunk` of the kernels.
         let chunk = [row_table, b.prepared.address(), u64::from(rows) | (least as u64) << 32];
@@ -193,14 +195,14 @@ impl Device {
         };
         let grid = [g.key_heads as u32, rows.div_ceil(RUN), 1];
         let shape = Shape { grid, threads: HEAD_THREADS, shared: 0, overlap: true };
-        let moved = segments * 2 * 4 * g.conv_state_len() as u64 + tables;
+        let moved = (segments * 2 * 4 * g.conv_state_len()) as u64 + tables;
         self.launch_with("delta_inputs", shape, &mut args(moved))?;
 
         let blocks = (plan.segments * g.value_heads * (WHOLE / COLUMNS)) as u32;
         let alone = blocks <= self.context.multiprocessors;
         let shared = chunk_shared(g, &self.context, alone);
         let shape = Shape { grid: [blocks, 1, 1], threads: CHUNK_THREADS, shared, overlap: true };
-        self.launch_with("delta_chunk", shape, &mut args(segments * 2 * 4 * g.state_len() as u64))?;
+        self.launch_with("delta_chunk", shape, &mut args((segments * 2 * 4 * g.state_len()) as u64))?;
 
         let grid = [(g.value_heads as u32).div_ceil(THREADS / 32), rows, 1];
         self.launch("delta_outputs", grid, &mut args(0))
@@ -222,5 +224,14 @@ mod tests {
         assert!(bytes(256, 128).is_some());
         assert_eq!(bytes(512, 128), None);
         assert_eq!(bytes(128, 64), None);
+    }
+
+    #[test]
+    fn blocks_of_a_chunk_have_a_multiprocessor_each_if_there_are_enough() {
+        let g = GdnConfig { key_heads: 16, value_heads: 32, key_dim: 128, value_dim: 128, conv_kernel: 4 };
+        let context = Context::h200();
+        let bytes = |alone| chunk_shared(&g, &context, alone);
+        assert!(bytes(true) <= context.shared_memory && 2 * (bytes(true) + 1024) > 228 << 10);
+        assert!(4 * (bytes(false) + 1024) < 228 << 10);
     }
 }

@@ -46,7 +46,8 @@ pub struct KernelCost {
     pub bytes: u64,
     /// Microseconds of a step with nothing but them.
     pub alone_us: f64,
-    /// Microseconds that a step saves without them; may be less than nothing.
+    /// Microseconds that a step saves without them; may be less than nothing. Of a chunk it may say little: without a kernel tokens may
+    /// choose other experts, which changes what theirs cost.
     pub in_step_us: f64,
 }
 
@@ -200,15 +201,19 @@ impl CudaBackend {
             let mine: Vec<Launch> = launches.iter().filter(|l| l.name == name).cloned().collect();
             let others: Vec<&str> = names.iter().copied().filter(|n| *n != name).collect();
             let (alone, _) = self.graph_without(&plan, &others)?;
-            let (without, _) = self.graph_without(&plan, &[name])?;
             let moved = traffic(&mine);
             kernels.push(KernelCost {
                 name,
                 launches: mine.len(),
                 bytes: moved.bytes + moved.bytes_per_position * u64::from(work.mean_position(position)),
                 alone_us: self.time(steps, &alone)?,
-                in_step_us: step_us - self.time(steps, &without)?,
+                in_step_us: 0.0,
             });
+        }
+        // Behind all that: without a kernel activations and states become anything, and with them the experts that tokens choose.
+        for kernel in &mut kernels {
+            let (without, _) = self.graph_without(&plan, &[kernel.name])?;
+            kernel.in_step_us = step_us - self.time(steps, &without)?;
         }
         Ok(Profile { work, position, step_us, copy_bytes_per_s, kernels })
     }

@@ -2,10 +2,11 @@
 
 use lily_cuda::driver::Context;
 use lily_cuda::gdn::{self, CHUNK_ROWS, PENDING, prepared_len, update_len};
+use lily_cuda::wide::{columns_bytes, eighths};
 use lily_model::config::{Config, GdnConfig};
 
 use crate::common::random::{self, Numbers};
-use crate::machine::{Emulator, Shape};
+use crate::machine::{Emulator, Memory, Shape};
 use crate::wide::THREADS;
 
 /// Two value heads a key head; keys that are no multiple of all that threads are dealt in.
@@ -67,7 +68,7 @@ pub enum Kernel {
 pub fn run(e: &Emulator, c: &Config, kernel: Kernel, rows: &[usize], seed: u64) -> Result<(), String> {
     let inputs = Inputs::new(c, rows, seed);
     let expected = inputs.expected(c, kernel);
-    let got = inputs.launch(e, c, kernel, false, seed)?;
+    let got = inputs.launch(e, c, kernel, false, None, seed)?;
     let names = ["gated", "squares", "states", "convs", "logs"];
     for ((what, got), expected) in names.into_iter().zip(&got).zip(expected) {
         for (i, (&got, expected)) in got.iter().zip(expected).enumerate() {
@@ -87,18 +88,45 @@ pub fn run(e: &Emulator, c: &Config, kernel: Kernel, rows: &[usize], seed: u64) 
         of[..compared].iter().map(|v| v.iter().map(|x| x.to_bits()).collect()).collect()
     };
     for other in [kernel, Kernel::Columns] {
-        if bits(&inputs.launch(e, c, other, true, seed)?) != bits(&got) {
+        if bits(&inputs.launch(e, c, other, true, None, seed)?) != bits(&got) {
             return Err(format!("{other:?} of settled states gives other bits than replayed updates"));
         }
     }
     Ok(())
 }
 
+/// Where a kernel leaves columns of so many rows, as it is told.
+fn columns_of(c: &Config, rows: usize, to: &Memory) -> [u64; 2] {
+    [to.address(), if rows <= 8 { 8 } else { 32 } | (c.gdn.value_width() as u64 / 64) << 32]
+}
+
+/// Runs a kernel that leaves columns for the next product: to the bit those that `columns_heads`, of `wide`, makes of what `delta_1` leaves.
+pub fn run_columns(
+    [e, wide]: [&Emulator; 2],
+    c: &Config,
+    kernel: Kernel,
+    rows: &[usize],
+    seed: u64,
+) -> Result<(), String> {
+    let (inputs, all) = (Inputs::new(c, rows, seed), rows.iter().sum::<usize>());
+    let bytes = columns_bytes(all, c.gdn.value_width() / 64);
+    let [got, expected] = [(); 2].map(|()| e.unwritten(bytes));
+    inputs.launch(e, c, kernel, false, Some(&got), seed)?;
+    let [gated, squares, ..] = inputs.launch(e, c, Kernel::Columns, true, None, seed)?;
+    let (gated, squares, sums) = (e.floats(&gated), e.floats(&squares), e.unwritten(eighths(all) * 4));
+    let [records, groups] = columns_of(c, all, &expected);
+    let shape = Shape { grid: [all as u32, 1], threads: THREADS, cluster: 1, together: 1, shared: 0 };
+    let arguments = [gated.address(), squares.address(), records, groups, sums.address()];
+    wide.launch("columns_heads", shape, &arguments, seed)?;
+    let differs = got.bytes().iter().zip(expected.bytes()).position(|(a, b)| a != b);
+    differs.map_or(Ok(()), |at| Err(format!("byte {at} of the columns differs")))
+}
+
 impl Inputs {
     fn new(c: &Config, rows: &[usize], seed: u64) -> Self {
         let (g, all, mut numbers) = (&c.gdn, rows.iter().sum::<usize>(), Numbers(seed));
         let mut reals = |n| numbers.reals(n, 0.0, 1.0);
-        Self {
+        let mut inputs = Self {
             rows: rows.to_vec(),
             projected: reals(all * (g.conv_channels() + g.value_width() + 2 * g.value_heads)),
             taps: reals(g.conv_channels() * g.conv_kernel),
@@ -108,7 +136,12 @@ impl Inputs {
             states: reals(SLOTS * g.state_len()),
             convs: reals(SLOTS * 2 * g.conv_state_len()),
             logs: reals(SLOTS * PENDING * update_len(g)),
-        }
+        };
+        // A key that is always 0, and -0 where it is added: the sign of what remains is that of sums with zeros.
+        let (key, head) = (g.key_heads * g.key_dim, g.key_dim * g.value_dim);
+        inputs.taps[key * g.conv_kernel..][..g.conv_kernel].fill(0.0);
+        inputs.states.chunks_exact_mut(head).for_each(|state| state[..g.value_dim].fill(-0.0));
+        inputs
     }
 
     /// What a kernel makes of them: as [`Inputs::expected`].
@@ -118,6 +151,7 @@ impl Inputs {
         c: &Config,
         kernel: Kernel,
         settle: bool,
+        columns: Option<&Memory>,
         seed: u64,
     ) -> Result<[Vec<f32>; 5], String> {
         let (g, all) = (&c.gdn, self.rows.iter().sum::<usize>());
@@ -149,7 +183,9 @@ impl Inputs {
         arguments.extend(vectors.iter().map(|v| v.address()));
         arguments.extend([states.address(), g.state_len() as u64]);
         arguments.extend([convs.address(), 2 * g.conv_state_len() as u64]);
-        arguments.extend([gated.address(), squares.address(), 0, 0, logs.address(), PENDING as u64]);
+        let [records, groups] = columns.map_or([0; 2], |to| columns_of(c, all, to));
+        arguments.extend([gated.address(), squares.address(), records, groups]);
+        arguments.extend([logs.address(), PENDING as u64]);
         let heads = (g.value_heads * self.rows.len()) as u32;
         if kernel == Kernel::Columns {
             e.launch("delta_1", Shape { grid: [heads * 4, 1], threads: THREADS, ..shape }, &arguments, seed)?;

@@ -182,6 +182,23 @@ fn delta_rule_of_chunks() {
     }
 }
 
+/// Steps of up to eight rows and of more have other columns.
+#[test]
+fn columns_of_the_delta_rule() {
+    let config = delta::config();
+    let [gdn, wide] =
+        ["gdn.cu", "wide.cu"].map(|file| machine::Emulator::compile(file, &config, str::to_owned));
+    let cases = [
+        (delta::Kernel::Heads, &[1, 3, 1][..]),
+        (delta::Kernel::Chunks, &[2, 5]),
+        (delta::Kernel::Both, &[1, 26, 7]),
+    ];
+    for (seed, (kernel, rows)) in cases.into_iter().enumerate() {
+        delta::run_columns([&gdn, &wide], &config, kernel, rows, seed as u64)
+            .unwrap_or_else(|e| panic!("{kernel:?}, {rows:?}: {e}"));
+    }
+}
+
 /// Runs without each call of `functions` in turn; those whose lack shows in none of the runs must be `unseen`.
 fn each_is_needed(
     file: &str,
