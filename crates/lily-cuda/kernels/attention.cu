@@ -145,7 +145,7 @@ struct Pages {
     }
 };
 
-// A warp's sums over its keys.
+// A warp's sums over its keys. It takes 16 N keys at a time: this lane has 2 t, 2 t + 1 and the same behind eight of each 16.
 struct Attention {
     float o[HEAD_DIM / 8][4], top, sum;
     __device__ __forceinline__ void reset() {
@@ -154,26 +154,32 @@ struct Attention {
         top = -INFINITY;
         sum = 0;
     }
-    // Scores of this lane's keys, 2 t, 2 t + 1 and the same behind eight; -INFINITY for those behind `position`.
-    static __device__ __forceinline__ void scores(const u8* queries, const u8* keys, u32 first, u32 position, u32 lane, float (&s)[4]) {
-        float c[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
+    // Scores of this lane's keys; -INFINITY for those behind `position`.
+    template <int N>
+    static __device__ __forceinline__ void scores(const u8* queries, const u8* keys, u32 first, u32 position, u32 lane, float (&s)[4 * N]) {
+        float c[2 * N][4] = {};
 #pragma unroll
         for (int ks = 0; ks < HEAD_DIM / 16; ks++) {
             u32 a[4], b[4];
             load_matrices(a, chunk(queries, lane % 16, ks * 2 + lane / 16));
-            load_matrices(b, chunk(keys, lane / 16 * 8 + lane % 8, ks * 2 + lane / 8 % 2));
-            mma(c[0], a[0], a[1], a[2], a[3], b[0], b[1]);
-            mma(c[1], a[0], a[1], a[2], a[3], b[2], b[3]);
+#pragma unroll
+            for (int n = 0; n < N; n++) {
+                load_matrices(b, chunk(keys, n * 16 + lane / 16 * 8 + lane % 8, ks * 2 + lane / 8 % 2));
+                mma(c[2 * n], a[0], a[1], a[2], a[3], b[0], b[1]);
+                mma(c[2 * n + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
+            }
         }
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
+        for (int i = 0; i < 4 * N; i++) {
             s[i] = c[i / 2][i % 2] + c[i / 2][i % 2 + 2];
             if (first + i / 2 * 8 + lane % 4 * 2 + i % 2 > position) s[i] = -INFINITY;
         }
     }
     // Scores become weights, and what is there counts as much less as the largest has grown.
-    __device__ __forceinline__ void weigh(float (&s)[4]) {
-        float high = fmaxf(fmaxf(s[0], s[1]), fmaxf(s[2], s[3]));
+    template <int N> __device__ __forceinline__ void weigh(float (&s)[N]) {
+        float high = s[0];
+#pragma unroll
+        for (int i = 1; i < N; i++) high = fmaxf(high, s[i]);
         high = fmaxf(high, __shfl_xor_sync(FULL, high, 1));
         high = fmaxf(high, __shfl_xor_sync(FULL, high, 2));
         const float before = top;
@@ -188,36 +194,45 @@ struct Attention {
             }
         }
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
+        for (int i = 0; i < N; i++) {
             s[i] = __expf(s[i] - top);
             sum += s[i];
         }
     }
-    __device__ __forceinline__ void add(const u8* values, const float (&p)[4], u32 lane) {
-        const u32 h0 = pack_bf16(p[0], p[1]), h1 = pack_bf16(p[2], p[3]);
-        const u32 l0 = pack_bf16(p[0] - bf16_low(h0), p[1] - bf16_high(h0)), l1 = pack_bf16(p[2] - bf16_low(h1), p[3] - bf16_high(h1));
+    template <int N> __device__ __forceinline__ void add(const u8* values, const float (&p)[4 * N], u32 lane) {
 #pragma unroll
-        for (int d = 0; d < HEAD_DIM / 16; d++) {
-            u32 b[4];
-            load_matrices_transposed(b, chunk(values, lane % 16, d * 2 + lane / 16));
-            mma(o[2 * d], h0, l0, h1, l1, b[0], b[1]);
-            mma(o[2 * d + 1], h0, l0, h1, l1, b[2], b[3]);
+        for (int n = 0; n < N; n++) {
+            const float* w = p + 4 * n;
+            const u32 h0 = pack_bf16(w[0], w[1]), h1 = pack_bf16(w[2], w[3]);
+            const u32 l0 = pack_bf16(w[0] - bf16_low(h0), w[1] - bf16_high(h0)), l1 = pack_bf16(w[2] - bf16_low(h1), w[3] - bf16_high(h1));
+#pragma unroll
+            for (int d = 0; d < HEAD_DIM / 16; d++) {
+                u32 b[4];
+                load_matrices_transposed(b, chunk(values, n * 16 + lane % 16, d * 2 + lane / 16));
+                mma(o[2 * d], h0, l0, h1, l1, b[0], b[1]);
+                mma(o[2 * d + 1], h0, l0, h1, l1, b[2], b[3]);
+            }
         }
+    }
+    // The lanes' sums of weights become that of the head.
+    __device__ __forceinline__ void join() {
+        sum += __shfl_xor_sync(FULL, sum, 1);
+        sum += __shfl_xor_sync(FULL, sum, 2);
     }
 };
 
-// A row's queries, hi and lo, by all threads.
-__device__ __forceinline__ void put_queries(const float* q, u8* to) {
-    constexpr int STEPS = (8 * HEAD_DIM / 4 + FLASH_THREADS - 1) / FLASH_THREADS;
+// A row's queries, hi and lo, by N threads.
+template <int N> __device__ __forceinline__ void put_queries(const float* q, u8* to, u32 thread) {
+    constexpr int STEPS = (8 * HEAD_DIM / 4 + N - 1) / N;
     float4 v[STEPS];
 #pragma unroll
     for (int j = 0; j < STEPS; j++) {
-        const u32 i = threadIdx.x + j * FLASH_THREADS;
+        const u32 i = thread + j * N;
         v[j] = i / (HEAD_DIM / 4) < RATIO ? __ldcg((const float4*)q + i) : make_float4(0, 0, 0, 0);
     }
 #pragma unroll
     for (int j = 0; j < STEPS; j++) {
-        const u32 i = threadIdx.x + j * FLASH_THREADS, head = i / (HEAD_DIM / 4), d = i % (HEAD_DIM / 4) * 4;
+        const u32 i = thread + j * N, head = i / (HEAD_DIM / 4), d = i % (HEAD_DIM / 4) * 4;
         if (head >= 8) continue;
         const u32 h0 = pack_bf16(v[j].x, v[j].y), h1 = pack_bf16(v[j].z, v[j].w);
         *(uint2*)(chunk(to, head, d / 8) + d % 8 * 2) = make_uint2(h0, h1);
@@ -229,8 +244,7 @@ __device__ __forceinline__ void put_queries(const float* q, u8* to) {
 // The warps' sums of a split become one, half of each head at a time. to: of the first head, `splits` rows of HEAD_DIM apart.
 __device__ __forceinline__ void put_split(Attention& mine, Flash& f, u32 splits, float* to, Softmax* stats) {
     const u32 tid = threadIdx.x, warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
-    mine.sum += __shfl_xor_sync(FULL, mine.sum, 1);
-    mine.sum += __shfl_xor_sync(FULL, mine.sum, 2);
+    mine.join();
     if (t == 0) f.softmaxes[warp][g] = Softmax{mine.top, mine.sum};
     float scale;  // what the sums of warp `t` of head `g` count
 #pragma unroll
@@ -264,15 +278,16 @@ __device__ __forceinline__ void put_split(Attention& mine, Flash& f, u32 splits,
 }
 
 // partial: [rows, HEADS, splits, HEAD_DIM], not yet divided by the sums in `stats`, [rows, HEADS, splits].
-// Grid: (any, KV_HEADS, rows): blocks of x stride over the splits.
+// Grid: (any, KV_HEADS, rows): blocks of x stride over the splits. Rows of segments of `many` rows and more are left to `flash_rows`.
 extern "C" __global__ void __launch_bounds__(FLASH_THREADS, 2)
-flash(const Segment* segments, const Row* rows, const float* queries, Cache cache, u32 splits, float* partial, Softmax* stats) {
+flash(const Segment* segments, const Row* rows, const float* queries, Cache cache, u32 splits, u32 many, float* partial, Softmax* stats) {
     extern __shared__ __align__(128) u8 shared[];
     Flash& f = *(Flash*)(u8*)shared;
     launch_dependents();
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, kv_head = blockIdx.y;
     const Row row = rows[blockIdx.z];
     const Segment segment = segments[row.segment];
+    if (segment.rows >= many) return;
     const u32* table = cache.pages + (u64)segment.slot * cache.most;
     // Brings this warp's keys or values of a page, number `number` of the cache.
     auto fetch = [&](u32 value, const Pages& at, u32 number) {
@@ -299,7 +314,7 @@ flash(const Segment* segments, const Row* rows, const float* queries, Cache cach
     ahead.next();
     number = number_of(ahead);
     const u64 head = (u64)blockIdx.z * HEADS + kv_head * RATIO;
-    put_queries(queries + head * HEAD_DIM, f.queries);
+    put_queries<FLASH_THREADS>(queries + head * HEAD_DIM, f.queries, threadIdx.x);
     __syncthreads();
     Attention mine;
     mine.reset();
@@ -309,13 +324,13 @@ flash(const Segment* segments, const Row* rows, const float* queries, Cache cach
         __syncwarp();
         const u32 first = at.page * PAGE + warp * FLASH_KEYS;
         float p[4];
-        if (first <= row.position) Attention::scores(f.queries, f.tiles[0][warp], first, row.position, lane, p);
+        if (first <= row.position) Attention::scores<1>(f.queries, f.tiles[0][warp], first, row.position, lane, p);
         __syncwarp();
         fetch(0, ahead, number);
         if (first <= row.position) mine.weigh(p);
         await_groups<1>();
         __syncwarp();
-        if (first <= row.position) mine.add(f.tiles[1][warp], p, lane);
+        if (first <= row.position) mine.add<1>(f.tiles[1][warp], p, lane);
         __syncwarp();
         fetch(1, ahead, number);
         ahead.next();
@@ -326,13 +341,96 @@ flash(const Segment* segments, const Row* rows, const float* queries, Cache cach
     }
 }
 
+// --- attention of many rows of a sequence ---
+//
+// A block has eight rows' queries of one K/V head, a warp each: pages come into shared memory once for all of them. A warp takes all
+// keys of its row one behind the other, so there is nothing to join.
+
+#define ROW_WARPS 8
+#define KEYS_TOGETHER 2  // times 16
+
+// A block's shared memory; `flash_rows_shared` in src/forward.rs has its size.
+struct __align__(128) FlashRows {
+    u8 queries[ROW_WARPS][16 * HEAD_DIM * 2];
+    u8 tiles[2][2][PAGE * HEAD_DIM * 2];  // of two pages in turn: K, V
+};
+
+// Rows `begin` to `end` of a segment.
+__device__ __forceinline__ void attend_rows(FlashRows& f, const Segment& segment, u32 begin, u32 end, u32 kv_head, const float* queries,
+                                            const Cache& cache, u32 splits, float* partial, Softmax* stats) {
+    const u32 tid = threadIdx.x, warp = tid / 32, lane = tid % 32, row = begin + warp;
+    const u32 position = segment.start + row - segment.first, last = segment.start + end - 1 - segment.first;
+    const u32* table = cache.pages + (u64)segment.slot * cache.most;
+    auto fetch = [&](u32 page) {
+        if (page * PAGE <= last) {
+            const u64 number = __ldcg(table + page);
+#pragma unroll
+            for (u32 value = 0; value < 2; value++) {
+                const u16* from = cache.values + number * cache.stride + (u64)(value * KV_HEADS + kv_head) * PAGE_VALUES;
+#pragma unroll 4
+                for (u32 i = tid; i < PAGE * CHUNKS; i += 32 * ROW_WARPS)
+                    // What lies behind the sequence's end may be anything: zeros stand in for it.
+                    copy16(f.tiles[page & 1][value] + i * 16, from + i * 8, page * PAGE + i / CHUNKS <= last);
+            }
+        }
+        commit_copies();
+    };
+    fetch(0);
+    const u64 head = (u64)row * HEADS + kv_head * RATIO;
+    if (row < end) put_queries<32>(queries + head * HEAD_DIM, f.queries[warp], lane);
+    Attention mine;
+    mine.reset();
+    for (u32 page = 0; page * PAGE <= last; page++) {
+        fetch(page + 1);
+        await_groups<1>();
+        __syncthreads();
+        const u8* keys = f.tiles[page & 1][0];
+        const u8* values = f.tiles[page & 1][1];
+        for (u32 key = 0; key < PAGE; key += 16 * KEYS_TOGETHER) {
+            if (row >= end || page * PAGE + key > position) break;
+            float p[4 * KEYS_TOGETHER];
+            Attention::scores<KEYS_TOGETHER>(f.queries[warp], keys + key * HEAD_DIM * 2, page * PAGE + key, position, lane, p);
+            mine.weigh(p);
+            mine.add<KEYS_TOGETHER>(values + key * HEAD_DIM * 2, p, lane);
+        }
+        __syncthreads();  // before the page after the next one comes
+    }
+    await_copies();
+    mine.join();
+    const u32 g = lane / 4, t = lane % 4;
+    if (row >= end || g >= RATIO) return;
+    if (t == 0) stats[(head + g) * splits] = Softmax{mine.top, mine.sum};
+    float* to = partial + (head + g) * splits * HEAD_DIM + t * 2;
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 8; i++) *(float2*)(to + i * 8) = make_float2(mine.o[i][0] + mine.o[i][2], mine.o[i][1] + mine.o[i][3]);
+}
+
+// What `flash` leaves, of segments of `many` rows and more: one split each. Grid: (ceil(count / ROW_WARPS), KV_HEADS).
+extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS, 1)
+flash_rows(const Segment* segments, const Row* rows, u32 count, const float* queries, Cache cache, u32 splits, u32 many, float* partial,
+           Softmax* stats) {
+    extern __shared__ __align__(128) u8 shared[];
+    launch_dependents();
+    wait_for_inputs();
+    const u32 first = blockIdx.x * ROW_WARPS, last = min(first + ROW_WARPS, count);
+    for (u32 begin = first; begin < last;) {
+        const Segment segment = segments[rows[begin].segment];
+        const u32 end = min(last, segment.first + segment.rows);
+        if (segment.rows >= many)
+            attend_rows(*(FlashRows*)(u8*)shared, segment, begin, end, blockIdx.y, queries, cache, splits, partial, stats);
+        __syncthreads();
+        begin = end;
+    }
+}
+
 // Joins a row's splits and applies the output gate: attended, [rows, QUERY], or as columns, if those are wanted. A warp four tiles of
 // a row. Grid: (QUERY / (256 COMBINE_WARPS), rows).
 #define COMBINE_WARPS 2
 #define MOST_SPLITS 64                       // SPLITS in src/forward.rs
 #define COMBINE_HEADS (256 / HEAD_DIM + 2)  // that a warp has columns of, at most
 extern "C" __global__ void __launch_bounds__(32 * COMBINE_WARPS)
-combine(const Row* rows, const float* projected, const float* partial, const Softmax* stats, u32 splits, float* attended, Columns to) {
+combine(const Segment* segments, const Row* rows, const float* projected, const float* partial, const Softmax* stats, u32 splits, u32 many,
+        float* attended, Columns to) {
     // What each split of a head counts, and its sum.
     __shared__ float2 shares[COMBINE_WARPS][COMBINE_HEADS][MOST_SPLITS];
     launch_dependents();
@@ -341,7 +439,8 @@ combine(const Row* rows, const float* projected, const float* partial, const Sof
     const u32 first = __reduce_min_sync(FULL, p.active ? p.col / HEAD_DIM : HEADS);
     if (first == HEADS) return;
     const u32 head = p.active ? p.col / HEAD_DIM : first, last = __reduce_max_sync(FULL, head);
-    const u32 d = p.col % HEAD_DIM, used = used_splits(rows[row].position, splits);
+    const u32 d = p.col % HEAD_DIM;
+    const u32 used = segments[rows[row].segment].rows >= many ? 1 : used_splits(rows[row].position, splits);
     wait_for_inputs();
     float gate[8], value[8] = {}, total = 0;
     load8(projected + (u64)row * PROJECTED + (2 * head + 1) * HEAD_DIM + d, gate);

@@ -86,12 +86,27 @@ __device__ __forceinline__ Gates delta_gates(float qq, float kk, float qk, float
     const float softplus = delta_softplus(a, bias);
     return Gates{delta_q_scale(qq), delta_k_scale(kk), delta_alpha(softplus, rate), sigmoid(b), qk};
 }
-// One column, from S^T k and S^T q of the state before its decay: what is read out, and what each key adds to the state. The
-// error is that of the decayed state; the readout of the updated state is alpha S^T q + (k q) error.
+// What a column's sums are multiplied with.
+struct __align__(16) Factors {
+    float alpha, beta, k_scale, decayed_k, decayed_q, qk;
+};
+__device__ __forceinline__ Factors delta_factors(const Gates& g) {
+    return Factors{g.alpha, g.beta, g.k_scale, __fmul_rn(g.alpha, g.k_scale), __fmul_rn(g.alpha, g.q_scale),
+                   __fmul_rn(__fmul_rn(g.qk, g.q_scale), g.k_scale)};
+}
+// The error of the decayed state, from S^T k of the state before its decay; what each key adds to the state; and the readout of the
+// updated state from S^T q of that before, alpha S^T q + (k q) error.
+__device__ __forceinline__ float delta_error(const Factors& f, float sk, float v) { return __fmul_rn(f.beta, fmaf(-f.decayed_k, sk, v)); }
+__device__ __forceinline__ float delta_step(const Factors& f, float error) { return __fmul_rn(f.k_scale, error); }
+__device__ __forceinline__ float delta_readout(const Factors& f, float sq, float error) {
+    return fmaf(f.decayed_q, sq, __fmul_rn(f.qk, error));
+}
+// All of them of one column.
 __device__ __forceinline__ void delta_column(const Gates& g, float sk, float sq, float v, float& out, float& step) {
-    const float error = __fmul_rn(g.beta, fmaf(-__fmul_rn(g.alpha, g.k_scale), sk, v));
-    out = fmaf(__fmul_rn(g.alpha, g.q_scale), sq, __fmul_rn(__fmul_rn(__fmul_rn(g.qk, g.q_scale), g.k_scale), error));
-    step = __fmul_rn(g.k_scale, error);
+    const Factors f = delta_factors(g);
+    const float error = delta_error(f, sk, v);
+    out = delta_readout(f, sq, error);
+    step = delta_step(f, error);
 }
 __device__ __forceinline__ float delta_state(float alpha, float s, float k, float step) { return fmaf(k, step, __fmul_rn(alpha, s)); }
 

@@ -4,6 +4,7 @@
 // them. Many: a block of four warps has a whole head, whose state comes to shared memory in the background; a warp has 32 columns, a lane
 // four columns of a quarter of the rows. So what heads have in common is done once, and as many blocks run as there is shared memory for.
 // A state is then written every few tokens only: what the others add to it is kept aside, and added anew by each that reads it.
+// Many rows of a sequence: gdn_chunk.cu, which comes behind this file.
 
 extern __shared__ __align__(128) u8 shared[];
 
@@ -21,14 +22,23 @@ struct Channel {
     float taps[TAPS];
     u32 index;
     bool active;
-    __device__ __forceinline__ void load(u32 channel, bool is_active, const float* conv, const float* weights) {
+    __device__ __forceinline__ void load_taps(u32 channel, bool is_active, const float* weights) {
         index = channel;
         active = is_active;
         if (!active) return;
 #pragma unroll
-        for (int j = 0; j < PAST; j++) past[j] = __ldcg(conv + (u64)j * CHANNELS + channel);
-#pragma unroll
         for (int j = 0; j < TAPS; j++) taps[j] = __ldg(weights + channel * TAPS + j);
+    }
+    // The window before row `row` of a segment whose projected rows are these.
+    __device__ __forceinline__ void load_past(u32 row, const float* conv, const float* projected) {
+        if (!active) return;
+#pragma unroll
+        for (u32 j = 0; j < PAST; j++)
+            past[j] = __ldcg(row + j < PAST ? conv + (u64)(row + j) * CHANNELS + index : projected + (u64)(row + j - PAST) * PROJECTED + index);
+    }
+    __device__ __forceinline__ void load(u32 channel, bool is_active, const float* conv, const float* weights) {
+        load_taps(channel, is_active, weights);
+        load_past(0, conv, nullptr);
     }
     __device__ __forceinline__ float step(float u) {
         float sum = 0;
@@ -447,6 +457,10 @@ extern "C" __global__ void __launch_bounds__(KEY_THREADS, 3) delta_4(Delta d) {
     const u32 warp = threadIdx.x / 32;
     const Item item{d.segments[blockIdx.x / VALUE_HEADS], blockIdx.x % VALUE_HEADS, 0};
     const Segment& segment = item.segment;
+    if (segment.rows >= CHUNK_ROWS) {  // of gdn_chunk.cu
+        wait_for_inputs();
+        return;
+    }
     float* home = d.state(segment, item.head);
     const Worker worker(threadIdx.x);
     Pending pending;

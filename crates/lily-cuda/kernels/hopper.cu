@@ -126,6 +126,9 @@ __device__ __forceinline__ void send_peer(u32 address, const float4& x, u32 bar)
 #endif
 
 #if HAS_WARPGROUPS
+// A warpgroup gives back what it has of registers beyond N a thread, or takes more once they are free. All its warps call it.
+template <int N> __device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
+template <int N> __device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
 // Starts a warpgroup's products of a tile a warp, whose codes are `a`, with a record; c is what they are when they have ended.
 __device__ __forceinline__ void start_products(int (&c)[8], const u32 (&a)[8], u64 first, u64 second) {
     asm volatile("{.reg .pred p;\n"

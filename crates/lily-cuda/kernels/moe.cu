@@ -3,31 +3,26 @@
 // Experts are packed one after another; a row block of gate and up has 8 rows of gate, then the same 8 of up, so that the
 // lane that holds a gate also holds its up. Slot TOP_K of a token is the shared expert.
 
-// Chooses experts for every row and groups the pairs (row, slot) by expert. One block of 1,024 threads.
-// weights: [rows, SLOTS]; chosen: scratch, [rows, TOP_K]; pairs: row * SLOTS + slot, by expert, those of the shared one last;
-// work: pieces of up to `group` pairs in the same order, counts[0] in all, counts[1] of routed experts.
-extern "C" __global__ void __launch_bounds__(1024, 1)
-route(const float* logits, u32 rows, u32 group, float* weights, u32* chosen, u32* pairs, Work* work, u32* counts) {
-    __shared__ u32 size[EXPERTS], start[EXPERTS], sizes[32], pieces[32];
-    __shared__ u64 scratch[32][CANDIDATES + TOP_K];
-    launch_dependents();
+// What `route` and `list_experts` leave. pairs: row * SLOTS + slot, by expert, those of the shared one last; work: pieces of up to `group`
+// pairs in the same order, counts[0] in all, counts[1] of routed experts.
+struct Listing {
+    u32* pairs;
+    Work* work;
+    u32* counts;
+    u32 rows, group;
+};
+
+// Pairs of each expert, then the place of its next one.
+struct Places {
+    u32 size[EXPERTS], start[EXPERTS], sizes[32], pieces[32];
+};
+
+// The pieces of all experts, and where each one's pairs begin. A block of 1,024 threads, one an expert: sums over those before it, first
+// within the warp, then over warps.
+__device__ __forceinline__ void list_pieces(Places& p, const Listing& to) {
     const u32 tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
-    if (tid < EXPERTS) size[tid] = 0;
     __syncthreads();
-    wait_for_inputs();
-    u32 mine = 0;  // of the row whose index is `warp`
-    for (u32 row = warp; row < rows; row += 32) {
-        const float* l = logits + (u64)row * ROUTER_ROWS;
-        const u32 index = choose([&](u32 i) { return __ldcg(l + i); }, lane, scratch[warp], weights + row * SLOTS);
-        if (lane < TOP_K) {
-            atomicAdd(&size[index], 1);
-            if (row == warp) mine = index;
-            else chosen[row * TOP_K + lane] = index;
-        }
-    }
-    __syncthreads();
-    // A thread an expert: sums over those before it, first within the warp, then over warps.
-    const u32 n = tid < EXPERTS ? size[tid] : 0, parts = (n + group - 1) / group;
+    const u32 n = tid < EXPERTS ? p.size[tid] : 0, parts = (n + to.group - 1) / to.group;
     u32 first = n, piece = parts;
 #pragma unroll
     for (u32 o = 1; o < 32; o <<= 1) {
@@ -36,25 +31,67 @@ route(const float* logits, u32 rows, u32 group, float* weights, u32* chosen, u32
         piece += lane >= o ? b : 0;
     }
     if (lane == 31) {
-        sizes[warp] = first;
-        pieces[warp] = piece;
+        p.sizes[warp] = first;
+        p.pieces[warp] = piece;
     }
     __syncthreads();
-    first += __reduce_add_sync(FULL, lane < warp ? sizes[lane] : 0) - n;
-    piece += __reduce_add_sync(FULL, lane < warp ? pieces[lane] : 0) - parts;
-    const u32 routed = __reduce_add_sync(FULL, pieces[lane]), shared_parts = (rows + group - 1) / group;
-    if (tid < EXPERTS) start[tid] = first;
-    for (u32 i = 0; i < parts; i++) work[piece + i] = Work{tid, first + i * group, min(group, n - i * group), 0};
-    for (u32 i = tid; i < shared_parts; i += 1024) work[routed + i] = Work{EXPERTS, rows * TOP_K + i * group, min(group, rows - i * group), 0};
-    for (u32 i = tid; i < rows; i += 1024) pairs[rows * TOP_K + i] = i * SLOTS + TOP_K;
+    first += __reduce_add_sync(FULL, lane < warp ? p.sizes[lane] : 0) - n;
+    piece += __reduce_add_sync(FULL, lane < warp ? p.pieces[lane] : 0) - parts;
+    const u32 routed = __reduce_add_sync(FULL, p.pieces[lane]), shared_parts = (to.rows + to.group - 1) / to.group;
+    if (tid < EXPERTS) p.start[tid] = first;
+    for (u32 i = 0; i < parts; i++) to.work[piece + i] = Work{tid, first + i * to.group, min(to.group, n - i * to.group), 0};
+    for (u32 i = tid; i < shared_parts; i += 1024)
+        to.work[routed + i] = Work{EXPERTS, to.rows * TOP_K + i * to.group, min(to.group, to.rows - i * to.group), 0};
+    for (u32 i = tid; i < to.rows; i += 1024) to.pairs[to.rows * TOP_K + i] = i * SLOTS + TOP_K;
     if (tid == 0) {
-        counts[0] = routed + shared_parts;
-        counts[1] = routed;
+        to.counts[0] = routed + shared_parts;
+        to.counts[1] = routed;
     }
     __syncthreads();
+}
+
+// Chooses experts for every row and lists the pairs (row, slot) by expert. One block of 1,024 threads.
+// weights: [rows, SLOTS]; chosen: scratch, [rows, TOP_K].
+extern "C" __global__ void __launch_bounds__(1024, 1)
+route(const float* logits, u32 rows, u32 group, float* weights, u32* chosen, u32* pairs, Work* work, u32* counts) {
+    __shared__ Places places;
+    __shared__ u64 scratch[32][CANDIDATES + TOP_K];
+    launch_dependents();
+    const u32 tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
+    if (tid < EXPERTS) places.size[tid] = 0;
+    __syncthreads();
+    wait_for_inputs();
+    u32 mine = 0;  // of the row whose index is `warp`
+    for (u32 row = warp; row < rows; row += 32) {
+        const float* l = logits + (u64)row * ROUTER_ROWS;
+        const u32 index = choose([&](u32 i) { return __ldcg(l + i); }, lane, scratch[warp], weights + row * SLOTS);
+        if (lane < TOP_K) {
+            atomicAdd(&places.size[index], 1);
+            if (row == warp) mine = index;
+            else chosen[row * TOP_K + lane] = index;
+        }
+    }
+    list_pieces(places, Listing{pairs, work, counts, rows, group});
     // `chosen` was written by this warp.
     for (u32 row = warp; row < rows; row += 32)
-        if (lane < TOP_K) pairs[atomicAdd(&start[row == warp ? mine : __ldcg(chosen + row * TOP_K + lane)], 1)] = row * SLOTS + lane;
+        if (lane < TOP_K) pairs[atomicAdd(&places.start[row == warp ? mine : __ldcg(chosen + row * TOP_K + lane)], 1)] = row * SLOTS + lane;
+}
+
+// Lists the pairs of experts that `router_q8` has chosen, of more rows than `experts_group_q4` lists itself. One block of 1,024 threads.
+extern "C" __global__ void __launch_bounds__(1024, 1)
+list_experts(const u32* chosen, u32 rows, u32 group, u32* pairs, Work* work, u32* counts) {
+    __shared__ Places places;
+    launch_dependents();
+    const u32 tid = threadIdx.x;
+    if (tid < EXPERTS) places.size[tid] = 0;
+    __syncthreads();
+    wait_for_inputs();
+#pragma unroll 4
+    for (u32 i = tid; i < rows * TOP_K; i += 1024) atomicAdd(&places.size[__ldcg(chosen + i)], 1);
+    list_pieces(places, Listing{pairs, work, counts, rows, group});
+#pragma unroll 4
+    for (u32 i = tid; i < rows * TOP_K; i += 1024)
+        pairs[atomicAdd(&places.start[__ldcg(chosen + i)], 1)] = i / TOP_K * SLOTS + i % TOP_K;
 }
 
 // A warp's tiles of one row block for up to GROUP pairs; fragments' row of pair i is rows[i] (in shared memory). Four tiles

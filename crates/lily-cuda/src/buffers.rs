@@ -4,8 +4,10 @@ use std::sync::Arc;
 
 use lily_model::config::Config;
 
+use crate::chunk::room_for_records;
 use crate::driver::{Buffer, Context, DriverError};
 use crate::forward::SPLIT_ROWS;
+use crate::gdn::prepared_len;
 use crate::pack::TILE_COLS;
 use crate::step::{Layout, MAX_SEGMENTS};
 use crate::wide::{columns_bytes, eighths};
@@ -18,6 +20,8 @@ pub struct Buffers {
     pub x: Buffer,
     /// Output of a mixer's first product.
     pub projected: Buffer,
+    /// Inputs of the delta rule of a chunk, `Prepared` of `kernels/gdn_chunk.cu` for each row.
+    pub prepared: Buffer,
     /// Inputs of products as fragments, with the units and sums of their tiles and 1 / rms per row.
     pub fragments: Buffer,
     /// See `fragments`.
@@ -54,6 +58,8 @@ pub struct Buffers {
     pub counts: Buffer,
     /// Strips of gate/up that are in `middle`, by piece of work; zeros between layers.
     pub done: Buffer,
+    /// Inputs of the experts of many rows as columns, by piece of work: of gate/up, then of down.
+    pub records: Buffer,
     /// Between gate/up and down, per pair.
     pub middle: Buffer,
     /// Behind down, per pair.
@@ -96,6 +102,7 @@ impl Buffers {
             step: allocate(layout.bytes())?,
             x: floats(rows * c.hidden_size)?,
             projected: floats(rows * projected)?,
+            prepared: floats(rows * prepared_len(g))?,
             fragments: allocate(rows * tiles * 256)?,
             units: floats(2 * rows * tiles)?,
             scale: floats(rows)?,
@@ -113,6 +120,7 @@ impl Buffers {
             pairs: floats(rows * slots)?,
             work: allocate(16 * (rows * slots).max(m.experts + 1))?,
             counts: floats(2)?,
+            records: allocate(room_for_records(context, c, rows))?,
             middle: floats(rows * slots * middle)?,
             done,
             expanded: floats(rows * slots * c.hidden_size)?,

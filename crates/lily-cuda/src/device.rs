@@ -9,14 +9,14 @@ use lily_model::weights::Weights;
 
 use crate::buffers::Buffers;
 use crate::driver::{Args, Context, DriverError, Shape, Traffic};
-use crate::forward::{Device, flash_shared};
+use crate::forward::{Device, flash_rows_shared, flash_shared};
 use crate::group::{self, Group};
 use crate::kernels::Kernels;
 use crate::state::{self, State};
 use crate::step::{Layout, Plan};
 use crate::token::Token;
 use crate::weights::{DeviceWeights, Random};
-use crate::{LoadError, Options, check_shapes, cluster, gdn, wide};
+use crate::{LoadError, Options, check_shapes, chunk, cluster, gdn, wide};
 
 /// Where weights come from.
 pub(crate) enum Source<'a> {
@@ -75,11 +75,14 @@ impl Device {
             Kernels::names()
         } else {
             let mut shared = vec![("flash", needed)];
+            let rows = flash_rows_shared(&config);
+            shared.extend((rows <= available).then_some(("flash_rows", rows)));
             shared.push(("token", context.shared_memory));
             shared.extend(gdn::shared(&config.gdn, &context));
             shared.extend(group::shared(&context, &config));
             shared.extend(cluster::shared(&context));
             shared.extend(wide::shared(&context));
+            shared.extend(chunk::shared(&context));
             Kernels::load(&context, &config, options.cache.as_deref(), &shared)?
         };
         let weights = match source {
@@ -99,10 +102,12 @@ impl Device {
         let group = if options.fast_decode { Group::new(&context, &kernels, &config)? } else { None };
         let clusters = if options.fast_decode { cluster::Clusters::new(&context, &kernels)? } else { None };
         let wide = if options.fast_decode { wide::Wide::new(&context, &kernels)? } else { None };
+        let chunk = chunk::Chunk::new(&context).filter(|_| options.fast_decode);
         let mut device = Self {
             group,
             clusters,
             wide,
+            chunk,
             token: None,
             context,
             config,
@@ -141,12 +146,22 @@ impl Device {
     }
 }
 
-/// What a step launches in which each of `batch` sequences decodes a token, on a device like that of `context`: the code
-/// that decodes runs on a stand-in for it.
+/// What a step launches in which each of `batch` sequences decodes a token, on a device like that of `context`.
 pub fn decode_launches(config: Config, context: &Context, batch: usize) -> Result<Vec<Launch>, LoadError> {
-    let options = Options { max_sequences: batch as u32, ..Options::default() };
+    launches(config, context, &Plan::decoding(batch))
+}
+
+/// What a step launches that reads `tokens` tokens of one prompt.
+pub fn chunk_launches(config: Config, context: &Context, tokens: usize) -> Result<Vec<Launch>, LoadError> {
+    launches(config, context, &Plan::reading(tokens))
+}
+
+/// The code that enqueues a step runs on a stand-in for the device of `context`.
+fn launches(config: Config, context: &Context, plan: &Plan) -> Result<Vec<Launch>, LoadError> {
+    let (max_sequences, max_batch_tokens) = (plan.segments as u32, plan.rows as u32);
+    let options = Options { max_sequences, max_batch_tokens, ..Options::default() };
     let mut device = Device::load(context.as_stand_in(), config, &Source::Random(0), &options)?;
-    let ((), launches) = device.recorded(|device| device.enqueue(&Plan::decoding(batch)))?;
+    let ((), launches) = device.recorded(|device| device.enqueue(plan))?;
     Ok(launches)
 }
 
@@ -169,7 +184,7 @@ mod tests {
 
     use super::*;
 
-    fn launches(batch: usize) -> (Config, Vec<Launch>) {
+    fn decoding(batch: usize) -> (Config, Vec<Launch>) {
         let config = Config::from_json(CONFIG_35B_A3B).unwrap();
         let launches = decode_launches(config.clone(), &Context::h200(), batch).unwrap();
         (config, launches)
@@ -177,7 +192,7 @@ mod tests {
 
     #[test]
     fn a_token_of_the_real_model_takes_at_most_270_kernels_and_stages() {
-        let (_, launches) = launches(1);
+        let (_, launches) = decoding(1);
         assert!(launches.len() <= 270, "{}", launches.len());
         assert!((1..=270).contains(&stages(&launches)), "{}", stages(&launches));
         assert!(launches.iter().all(|launch| launch.name != "matmul_q4_1x1"), "the general kernels");
@@ -187,7 +202,7 @@ mod tests {
     #[test]
     fn a_token_moves_little_more_than_it_must() {
         for batch in [1, 8] {
-            let (config, launches) = launches(batch);
+            let (config, launches) = decoding(batch);
             let footprint = Footprint::new(&config);
             // Of several sequences, recurrent states are written every few tokens only.
             let written = if batch == 1 { 1.0 } else { 1.0 / (gdn::PENDING + 1) as f64 };
@@ -202,14 +217,56 @@ mod tests {
     }
 
     #[test]
-    fn the_router_of_up_to_32_tokens_chooses_and_that_of_more_is_followed_by_a_list() {
-        for (batch, expected, not) in
-            [(2, "router_q8", "route"), (32, "router_q8", "route"), (33, "route", "router_q8")]
-        {
-            let (config, launches) = launches(batch);
+    fn the_router_of_more_than_32_tokens_is_followed_by_a_list() {
+        for batch in [2, 32, 33] {
+            let (config, launches) = decoding(batch);
             let count = |name| launches.iter().filter(|launch| launch.name == name).count();
-            let layers = config.layers.len();
-            assert_eq!([expected, "experts_group_q4", not].map(count), [layers, layers, 0], "{batch}");
+            let (layers, lists) = (config.layers.len(), if batch > 32 { config.layers.len() } else { 0 });
+            let names = ["router_q8", "list_experts", "experts_group_q4", "route"];
+            assert_eq!(names.map(count), [layers, lists, layers, 0], "{batch}");
+        }
+    }
+
+    #[test]
+    fn a_chunk_reads_all_weights_but_those_of_logits() {
+        let config = Config::from_json(CONFIG_35B_A3B).unwrap();
+        let layers = config.layers.len();
+        let (gdn, attention) = (config.count(LayerKind::Gdn), config.count(LayerKind::Attention));
+        // The second one is small for the kernels of chunks: they have the projections only.
+        for (tokens, products, by_pieces, by_copies) in
+            [(512, 2 * layers, layers, 0), (128, layers, 0, layers)]
+        {
+            let launches = chunk_launches(config.clone(), &Context::h200(), tokens).unwrap();
+            let count = |name| launches.iter().filter(|launch| launch.name == name).count();
+            let names =
+                ["list_experts", "add_experts", "delta_chunk", "flash_rows", "finish", "bests", "gather"];
+            assert_eq!(names.map(count), [layers, layers, gdn, attention, 1, 0, 0]);
+            let experts = ["chunk_gather", "chunk_gate_up_q4", "chunk_columns", "chunk_down_q4"];
+            assert_eq!(experts.map(count), [by_pieces; 4]);
+            assert_eq!(["chunk_q4", "experts_group_q4"].map(count), [products, by_copies]);
+            let footprint = Footprint::new(&config);
+            let head = (config.hidden_size * config.vocab_size) as f64 * 4.5 / 8.0;
+            let state = 2.0 * 4.0 * (footprint.recurrent_values + footprint.conv_values) as f64;
+            let moved = traffic(&launches);
+            let ratio = moved.bytes as f64 / (footprint.read_per_step(&config, tokens) + state - head);
+            println!("{} bytes, {ratio:.4} times what must be", moved.bytes);
+            assert!((0.99..1.05).contains(&ratio), "{ratio}");
+            // Eight rows read K/V together.
+            assert_eq!(moved.bytes_per_position, tokens as u64 / 8 * 2 * footprint.kv_values_per_token);
+        }
+    }
+
+    #[test]
+    fn the_delta_rule_of_many_rows_has_kernels_of_its_own() {
+        let config = Config::from_json(CONFIG_35B_A3B).unwrap();
+        let layers = config.count(LayerKind::Gdn);
+        for (tokens, delta_1, others) in [(gdn::CHUNK_ROWS - 1, layers, 0), (gdn::CHUNK_ROWS, 0, layers)] {
+            let launches = chunk_launches(config.clone(), &Context::h200(), tokens).unwrap();
+            let count = |name| launches.iter().filter(|launch| launch.name == name).count();
+            // Those leave columns for the next product.
+            let names =
+                ["delta_1", "columns_heads", "delta_inputs", "delta_chunk", "delta_outputs", "delta_4"];
+            assert_eq!(names.map(count), [delta_1, delta_1, others, others, others, 0], "{tokens} tokens");
         }
     }
 

@@ -6,6 +6,7 @@ use lily_model::config::Config;
 use lily_model::pool::PAGE;
 
 use crate::buffers::Buffers;
+use crate::chunk::{self, Chunk};
 use crate::cluster::Clusters;
 use crate::driver::{Args, Buffer, Context, DriverError, Shape};
 use crate::group::{self, Group};
@@ -25,6 +26,10 @@ pub const SPLIT_ROWS: u32 = 2048;
 /// Blocks of flash attention for each multiprocessor in a step of several rows, about: as many as run at a time on an H200. More are
 /// better balanced, but in a short context most only begin and end.
 const FLASH_BLOCKS: u32 = 2;
+/// Rows of a segment from which on they are attended together, by `flash_rows`: enough for two of its blocks.
+const MANY_ROWS: u32 = 16;
+/// Rows of a block of `flash_rows`, `ROW_WARPS` there.
+const ROW_WARPS: u32 = 8;
 /// Pairs in a piece of an expert's work, as `GROUP` of `kernels/state.cu`.
 const GROUP: u32 = 16;
 /// Warps of a block of `combine` and of `add_experts`, as there.
@@ -58,6 +63,8 @@ pub struct Device {
     pub clusters: Option<Clusters>,
     /// Products from 4-bit weights by warpgroups, in smaller clusters.
     pub wide: Option<Wide>,
+    /// Those of many tokens.
+    pub chunk: Option<Chunk>,
     /// Where launches are noted, when a list is wanted.
     pub record: Option<crate::device::Record>,
     /// Kernels that are not launched, to see what a step costs without them. Its results mean nothing then.
@@ -163,7 +170,7 @@ impl Device {
             }
             DeviceMixer::Attention { input, vectors, output } => {
                 self.product(&first(input))?;
-                self.attend(vectors, index.attention, rows, output)?;
+                self.attend(vectors, index.attention, plan, output)?;
                 index.attention += 1;
                 self.product(&last(output, Input::Plain, true))?;
             }
@@ -278,10 +285,11 @@ impl Device {
         &self,
         vectors: &[Buffer; 2],
         index: u64,
-        rows: u32,
+        plan: &Plan,
         output: &DeviceMatrix,
     ) -> Result<(), DriverError> {
         let (b, s, a) = (&self.buffers, &self.state, &self.config.attention);
+        let rows = plan.rows as u32;
         let [segments, _, row_table] = self.parts();
         let layer = index * 2 * 2 * (PAGE * a.kv_width()) as u64;
         let stride = s.sizes.page as u64 / 2;
@@ -298,20 +306,37 @@ impl Device {
             0..=32 => SPLITS,
             _ => (SPLIT_ROWS / rows.next_power_of_two()).max(1),
         };
-        let mut args = Args::new();
-        args.u64(segments).u64(row_table).u64(b.queries.address()).words(&cache).u32(splits);
-        args.u64(b.partial.address()).u64(b.stats.address()).moves_per_position(position);
         // In a short context few splits have a page: one row's are spread out, those of many rows share blocks.
         let kv_heads = a.kv_heads as u32;
         let blocks = FLASH_BLOCKS * self.context.multiprocessors;
         let across = if rows == 1 { splits } else { splits.min((blocks / (rows * kv_heads)).max(1)) };
-        let grid = [across, kv_heads, rows];
-        let shape = Shape { grid, threads: 128, shared: flash_shared(&self.config), overlap: true };
-        self.launch_with("flash", shape, &mut args)?;
+        let together = flash_rows_shared(&self.config);
+        // A step may have segments of both kinds; a chunk alone is the usual one.
+        let together =
+            Some(together).filter(|&t| !plan.decode && rows >= MANY_ROWS && t <= self.context.shared_memory);
+        let many = if together.is_some() { MANY_ROWS } else { u32::MAX };
+        if together.is_none() || plan.segments > 1 {
+            let mut args = Args::new();
+            args.u64(segments).u64(row_table).u64(b.queries.address()).words(&cache).u32(splits).u32(many);
+            args.u64(b.partial.address()).u64(b.stats.address()).moves_per_position(position);
+            let grid = [across, kv_heads, rows];
+            let shape = Shape { grid, threads: 128, shared: flash_shared(&self.config), overlap: true };
+            self.launch_with("flash", shape, &mut args)?;
+        }
+        if let Some(shared) = together {
+            let blocks = rows.div_ceil(ROW_WARPS);
+            let mut args = Args::new();
+            args.u64(segments).u64(row_table).u32(rows).u64(b.queries.address()).words(&cache).u32(splits);
+            args.u32(many).u64(b.partial.address()).u64(b.stats.address());
+            args.moves_per_position(position / u64::from(rows) * u64::from(blocks));
+            let shape = Shape { grid: [blocks, kv_heads, 1], threads: 32 * ROW_WARPS, shared, overlap: true };
+            self.launch_with("flash_rows", shape, &mut args)?;
+        }
 
         let mut args = Args::new();
-        args.u64(row_table).u64(b.projected.address()).u64(b.partial.address()).u64(b.stats.address());
-        args.u32(splits).u64(b.mixed.address()).words(&self.columns_of(output, rows));
+        args.u64(segments).u64(row_table).u64(b.projected.address()).u64(b.partial.address());
+        args.u64(b.stats.address()).u32(splits).u32(many).u64(b.mixed.address());
+        args.words(&self.columns_of(output, rows));
         let grid = [(a.query_width() as u32).div_ceil(4 * TILE_COLS as u32 * COMBINE_WARPS), rows, 1];
         let shape = Shape { grid, threads: 32 * COMBINE_WARPS, shared: 0, overlap: true };
         self.launch_with("combine", shape, &mut args)
@@ -326,20 +351,23 @@ impl Device {
     ) -> Result<(), DriverError> {
         let (b, hidden, x) = (&self.buffers, self.hidden(), &self.buffers.x);
         let q4 = w.gate_up.packing == Packing::Q4 && w.down.packing == Packing::Q4;
-        match self.group.filter(|_| q4) {
-            Some(group) if rows <= group::listed(&self.config) && self.choose(&w.router, gain, rows)? => {
-                self.experts_by_copies(group, w, rows, true)?;
+        let (chunk, group) = (self.chunk_of_experts(w, rows), self.group.filter(|_| q4));
+        // The kernel of `group` lists those of few rows itself.
+        let listed = chunk.is_some() || rows > group::listed(&self.config);
+        let pairs = chunk.map(|_| chunk::PAIRS).or(group.map(|_| group::PAIRS)).unwrap_or(GROUP);
+        let chosen = (chunk.is_some() || group.is_some()) && self.choose(&w.router, gain, rows)?;
+        if chosen && listed {
+            self.list_experts(rows, pairs)?;
+        } else if !chosen {
+            self.route(&w.router, gain, rows, pairs)?;
+            if w.gate_up.packing.takes_digits() != w.router.packing.takes_digits() {
+                self.prepare(x, Input::Norm(gain), rows, hidden, w.gate_up.packing)?;
             }
-            group => {
-                self.route(&w.router, gain, rows, group.map_or(GROUP, |_| group::PAIRS))?;
-                if w.gate_up.packing.takes_digits() != w.router.packing.takes_digits() {
-                    self.prepare(x, Input::Norm(gain), rows, hidden, w.gate_up.packing)?;
-                }
-                match group {
-                    Some(group) => self.experts_by_copies(group, w, rows, false)?,
-                    None => self.experts(w, rows)?,
-                }
-            }
+        }
+        match (chunk, group) {
+            (Some(chunk), _) => self.experts_of_chunk(chunk, w, rows)?,
+            (None, Some(group)) => self.experts_by_copies(group, w, rows, chosen && !listed)?,
+            (None, None) => self.experts(w, rows)?,
         }
         let mut args = Args::new();
         args.u64(b.weights.address()).u64(b.expanded.address()).u64(x.address());
@@ -362,6 +390,16 @@ impl Device {
         args.u64(b.pairs.address()).u64(b.work.address()).u64(b.counts.address());
         let shape = Shape { grid: [1, 1, 1], threads: 1024, shared: 0, overlap: true };
         self.launch_with("route", shape, &mut args)
+    }
+
+    /// Lists the experts that `router_q8` has chosen for `rows` rows, in pieces of up to `group` pairs.
+    fn list_experts(&self, rows: u32, group: u32) -> Result<(), DriverError> {
+        let b = &self.buffers;
+        let mut args = Args::new();
+        args.u64(b.chosen.address()).u32(rows).u32(group);
+        args.u64(b.pairs.address()).u64(b.work.address()).u64(b.counts.address());
+        let shape = Shape { grid: [1, 1, 1], threads: 1024, shared: 0, overlap: true };
+        self.launch_with("list_experts", shape, &mut args)
     }
 
     /// What a general kernel of experts takes first, in a step of `rows` rows.
@@ -454,6 +492,11 @@ impl Device {
 pub fn flash_shared(c: &Config) -> u32 {
     let row = 2 * c.attention.head_dim as u32;
     16 * row + 2 * PAGE as u32 * row + 4 * 8 * (row + 32) + 256
+}
+
+/// Shared memory of `flash_rows`, `FlashRows` there: eight rows' queries, K and V of two pages.
+pub fn flash_rows_shared(c: &Config) -> u32 {
+    2 * c.attention.head_dim as u32 * (16 * ROW_WARPS + 4 * PAGE as u32)
 }
 
 /// Row blocks and tokens of a matmul block.

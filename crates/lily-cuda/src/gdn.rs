@@ -3,7 +3,7 @@
 use lily_model::config::{GdnConfig, LayerKind};
 
 use crate::driver::{Args, Buffer, Context, DriverError, Shape};
-use crate::forward::Device;
+use crate::forward::{Device, THREADS};
 use crate::state::Sequence;
 use crate::step::Plan;
 use crate::weights::DeviceMatrix;
@@ -17,8 +17,16 @@ const MANY: usize = 4;
 /// Most updates of a state that wait in a log: the next token writes the state. More save little of what writing costs, and each is one
 /// more to add to every state that is read (docs/lab/cuda.md).
 pub const PENDING: usize = 3;
-/// Threads of a block of `delta_4`.
+/// Threads of a block of `delta_4` and of `delta_inputs`.
 const HEAD_THREADS: u32 = 128;
+/// Rows of a segment from which on the kernels for chunks are faster, by count (docs/lab/cuda.md).
+pub const CHUNK_ROWS: usize = 24;
+/// Threads of a block of `delta_chunk`.
+const CHUNK_THREADS: u32 = 128;
+/// Rows that a block of it has in shared memory: twice those that come together, and one that is read but not used.
+const CHUNK_AHEAD: usize = 17;
+/// Rows of a block of `delta_inputs`.
+const RUN: u32 = 16;
 
 /// Dynamic shared memory of a block of `delta_4`, bytes: `Head` of the kernel. `None` where the kernel can't be used.
 pub fn shared_memory(g: &GdnConfig, context: &Context) -> Option<u32> {
@@ -33,9 +41,27 @@ pub fn update_len(g: &GdnConfig) -> usize {
     g.key_heads * g.key_dim + g.value_width() + g.value_heads.next_multiple_of(4)
 }
 
+/// Values of q and k of a head in the kernels for chunks, `Keys` there: an eighth of a key is padded.
+fn keys_len(g: &GdnConfig) -> usize {
+    let words = (g.key_dim / 8).div_ceil(4);
+    2 * 8 * 4 * (words | 1)
+}
+
+/// Values of a row of the kernels for chunks, `Prepared` there.
+pub fn prepared_len(g: &GdnConfig) -> usize {
+    g.key_heads * keys_len(g) + g.value_heads * (8 + g.value_dim)
+}
+
+/// Dynamic shared memory of a block of `delta_chunk`, bytes. `alone`: there is a multiprocessor for each, so two should not share one.
+pub fn chunk_shared(g: &GdnConfig, context: &Context, alone: bool) -> u32 {
+    let rows = 4 * (CHUNK_AHEAD * (keys_len(g) + 8 + COLUMNS)) as u32;
+    if alone { rows.max(context.shared_memory / 2 + 1024) } else { rows }
+}
+
 /// Dynamic shared memory by kernel.
-pub fn shared(g: &GdnConfig, context: &Context) -> Option<(&'static str, u32)> {
-    shared_memory(g, context).map(|bytes| ("delta_4", bytes))
+pub fn shared(g: &GdnConfig, context: &Context) -> impl Iterator<Item = (&'static str, u32)> {
+    let whole = shared_memory(g, context).map(|bytes| ("delta_4", bytes));
+    whole.into_iter().chain([("delta_chunk", chunk_shared(g, context, true))])
 }
 
 /// Bytes of states and logs of a layer that a segment moves, on average.
@@ -54,8 +80,8 @@ fn moved(g: &GdnConfig, plan: &Plan, whole: bool) -> u64 {
 }
 
 impl Device {
-    /// Shared memory of the kernel for whole heads, if a step of so many segments goes through it. It knows of logs; what else reads
-    /// states does not.
+    /// Shared memory of the kernel for whole heads, if short segments of a step of so many go through it. It and the kernels for chunks
+    /// know of logs; `delta_1`, which steps of fewer may need, does not.
     fn whole_heads(&self, segments: usize) -> Option<u32> {
         shared_memory(&self.config.gdn, &self.context).filter(|_| segments >= MANY)
     }
@@ -91,47 +117,95 @@ impl Device {
         plan: &Plan,
         output: &DeviceMatrix,
     ) -> Result<bool, DriverError> {
-        let (b, s, g, segments) = (&self.buffers, &self.state, &self.config.gdn, plan.segments as u32);
-        let [segment_table, ..] = self.parts();
-        let [conv, a_log, dt_bias, norm] = vectors.each_ref().map(Buffer::address);
-        let states = s.recurrent.address() + index * 4 * g.state_len() as u64;
-        let convs = s.conv.address() + index * 2 * 4 * g.conv_state_len() as u64;
-        // Few sequences are spread over many blocks; for many, a block does once what a head's columns have in common.
-        let heads = segments * g.value_heads as u32;
+        let g = &self.config.gdn;
         let whole = self.whole_heads(plan.segments);
-        let [records, groups] =
-            if whole.is_some() { self.columns_of(output, plan.rows as u32) } else { [0; 2] };
-        // `Delta` of the kernels.
-        let mut args = Args::new();
-        args.words(&[
-            segment_table,
+        let chunks = plan.long > 0 && g.value_dim == WHOLE;
+        let normed = whole.is_some() || chunks;
+        let columns = if normed { self.columns_of(output, plan.rows as u32) } else { [0; 2] };
+        let delta = self.delta_words(vectors, index, columns);
+        // If one of few segments is long, all go its way.
+        let (least, others) = match (chunks, whole) {
+            (true, Some(_)) => (CHUNK_ROWS, plan.segments - plan.long),
+            (true, None) => (1, 0),
+            (false, _) => (CHUNK_ROWS, plan.segments),
+        };
+        let tables = vectors.iter().map(|v| v.bytes() as u64).sum::<u64>();
+        if others > 0 {
+            // Few sequences are spread over many blocks; for many, a block does once what a head's columns have in common.
+            let heads = (plan.segments * g.value_heads) as u32;
+            let mut args = Args::new();
+            args.words(&delta).moves(others as u64 * moved(g, plan, whole.is_some()) + tables);
+            match whole {
+                Some(shared) => {
+                    let shape = Shape { grid: [heads, 1, 1], threads: HEAD_THREADS, shared, overlap: true };
+                    self.launch_with("delta_4", shape, &mut args)?;
+                }
+                None => {
+                    self.launch("delta_1", [heads * (g.value_dim / COLUMNS) as u32, 1, 1], &mut args)?;
+                }
+            }
+        }
+        if chunks {
+            self.delta_of_chunks(&delta, plan, [least, plan.segments - others], tables)?;
+        }
+        Ok(normed)
+    }
+
+    /// `Delta` of the kernels.
+    fn delta_words(&self, vectors: &[Buffer; 4], index: u64, columns: [u64; 2]) -> [u64; 16] {
+        let (b, s, g) = (&self.buffers, &self.state, &self.config.gdn);
+        let [segments, ..] = self.parts();
+        let [conv, a_log, dt_bias, norm] = vectors.each_ref().map(Buffer::address);
+        [
+            segments,
             b.projected.address(),
             conv,
             a_log,
             dt_bias,
             norm,
-            states,
+            s.recurrent.address() + index * 4 * g.state_len() as u64,
             s.sizes.recurrent as u64 / 4,
-            convs,
+            s.conv.address() + index * 2 * 4 * g.conv_state_len() as u64,
             s.sizes.conv as u64 / 4,
             b.mixed.address(),
             b.squares.address(),
-            records,
-            groups,
+            columns[0],
+            columns[1],
             s.updates.address() + index * (s.sizes.updates / self.config.count(LayerKind::Gdn)) as u64,
             (s.sizes.updates / (4 * update_len(g))) as u64,
-        ]);
-        let moved = u64::from(segments) * moved(g, plan, whole.is_some());
-        args.moves(moved + vectors.iter().map(|v| v.bytes() as u64).sum::<u64>());
-        let Some(shared) = whole else {
-            let parts = (g.value_dim / COLUMNS) as u32;
-            self.launch("delta_1", [heads * parts, 1, 1], &mut args)?;
-            return Ok(false);
+        ]
+    }
+
+    /// The segments of at least `least` rows, so many, by the kernels for chunks. `tables`: bytes of the layer's small weights.
+    fn delta_of_chunks(
+        &self,
+        delta: &[u64; 16],
+        plan: &Plan,
+        [least, segments]: [usize; 2],
+        tables: u64,
+    ) -> Result<(), DriverError> {
+        let (b, g, rows) = (&self.buffers, &self.config.gdn, plan.rows as u32);
+        let [_, _, row_table] = self.parts();
+        // `Chunk` of the kernels.
+        let chunk = [row_table, b.prepared.address(), u64::from(rows) | (least as u64) << 32];
+        let args = |moves: u64| {
+            let mut args = Args::new();
+            args.words(delta).words(&chunk).moves(moves);
+            args
         };
-        let shape = Shape { grid: [heads, 1, 1], threads: HEAD_THREADS, shared, overlap: true };
-        self.launch_with("delta_4", shape, &mut args)?;
-        // Whole heads have their norm.
-        Ok(true)
+        let grid = [g.key_heads as u32, rows.div_ceil(RUN), 1];
+        let shape = Shape { grid, threads: HEAD_THREADS, shared: 0, overlap: true };
+        let moved = (segments * 2 * 4 * g.conv_state_len()) as u64 + tables;
+        self.launch_with("delta_inputs", shape, &mut args(moved))?;
+
+        let blocks = (plan.segments * g.value_heads * (WHOLE / COLUMNS)) as u32;
+        let alone = blocks <= self.context.multiprocessors;
+        let shared = chunk_shared(g, &self.context, alone);
+        let shape = Shape { grid: [blocks, 1, 1], threads: CHUNK_THREADS, shared, overlap: true };
+        self.launch_with("delta_chunk", shape, &mut args((segments * 2 * 4 * g.state_len()) as u64))?;
+
+        let grid = [(g.value_heads as u32).div_ceil(THREADS / 32), rows, 1];
+        self.launch("delta_outputs", grid, &mut args(0))
     }
 }
 
@@ -150,5 +224,14 @@ mod tests {
         assert!(bytes(256, 128).is_some());
         assert_eq!(bytes(512, 128), None);
         assert_eq!(bytes(128, 64), None);
+    }
+
+    #[test]
+    fn blocks_of_a_chunk_have_a_multiprocessor_each_if_there_are_enough() {
+        let g = GdnConfig { key_heads: 16, value_heads: 32, key_dim: 128, value_dim: 128, conv_kernel: 4 };
+        let context = Context::h200();
+        let bytes = |alone| chunk_shared(&g, &context, alone);
+        assert!(bytes(true) <= context.shared_memory && 2 * (bytes(true) + 1024) > 228 << 10);
+        assert!(4 * (bytes(false) + 1024) < 228 << 10);
     }
 }

@@ -23,7 +23,7 @@ const DOWN_GROUP: usize = 4;
 /// Shared memory that the kernel declares itself, at most.
 const DECLARED: u32 = 40 << 10;
 /// Compute capability that has bulk copies.
-const CAPABILITY: u32 = 90;
+pub const CAPABILITY: u32 = 90;
 
 /// What a device has for the kernel.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -35,7 +35,7 @@ pub const COMMON: [&str; 4] = [
 ];
 
 /// All files.
-pub const SOURCES: [Source; 11] = [
+pub const SOURCES: [Source; 12] = [
     Source {
         name: "embed.cu",
         text: include_str!("../kernels/embed.cu"),
@@ -84,7 +84,7 @@ pub const SOURCES: [Source; 11] = [
     },
     Source {
         name: "wide.cu",
-        text: include_str!("../kernels/wide.cu"),
+        text: concat!(include_str!("../kernels/warpgroup.cu"), include_str!("../kernels/wide.cu")),
         kernels: &[
             "wide_8_by_2",
             "wide_16_by_2",
@@ -97,15 +97,21 @@ pub const SOURCES: [Source; 11] = [
         fits: ALL,
     },
     Source {
+        name: "chunk.cu",
+        text: concat!(include_str!("../kernels/warpgroup.cu"), include_str!("../kernels/chunk.cu")),
+        kernels: &["chunk_q4", "chunk_gather", "chunk_gate_up_q4", "chunk_columns", "chunk_down_q4"],
+        fits: crate::chunk::fits,
+    },
+    Source {
         name: "gdn.cu",
-        text: include_str!("../kernels/gdn.cu"),
-        kernels: &["delta_1", "delta_4", "settle"],
+        text: concat!(include_str!("../kernels/gdn.cu"), include_str!("../kernels/gdn_chunk.cu")),
+        kernels: &["delta_1", "delta_4", "settle", "delta_inputs", "delta_chunk", "delta_outputs"],
         fits: ALL,
     },
     Source {
         name: "attention.cu",
         text: include_str!("../kernels/attention.cu"),
-        kernels: &["rotary_table", "append", "flash", "combine"],
+        kernels: &["rotary_table", "append", "flash", "flash_rows", "combine"],
         fits: ALL,
     },
     Source {
@@ -113,6 +119,7 @@ pub const SOURCES: [Source; 11] = [
         text: include_str!("../kernels/moe.cu"),
         kernels: &[
             "route",
+            "list_experts",
             "add_experts",
             "gate_up_q4",
             "gate_up_q8",
@@ -129,7 +136,7 @@ pub const SOURCES: [Source; 11] = [
         name: "group.cu",
         text: include_str!("../kernels/group.cu"),
         kernels: &["experts_group_q4"],
-        fits: ALL,
+        fits: |_, capability| capability >= crate::group::CAPABILITY,
     },
     Source {
         name: "head.cu",
@@ -197,6 +204,7 @@ pub fn options(config: &Config, arch: &str) -> Vec<String> {
         ("EXPERT_WIDTH", m.expert_width),
         ("SHARED_WIDTH", m.shared_width),
         ("PENDING", gdn::PENDING),
+        ("CHUNK_ROWS", gdn::CHUNK_ROWS),
     ];
     let fixed = [
         format!("--gpu-architecture={arch}"),

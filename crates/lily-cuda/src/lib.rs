@@ -2,12 +2,13 @@
 //! is loaded at run time, so the same program starts on machines without one.
 //!
 //! The rooms are those of every backend: `embed`, `gdn`, `attention`, `moe`, `head` are kernel files, `forward` has their
-//! order, `wide` and `cluster` its products on Hopper (4-bit weights; 8-bit ones and the router), `group` its experts there, `token` the
-//! short way for one token, `state` the memory of sequences, `driver` the device.
+//! order, `wide` and `cluster` its products on Hopper (4-bit weights; 8-bit ones and the router), `group` its experts there, `chunk` both
+//! for many tokens, `token` the short way for one token, `state` the memory of sequences, `driver` the device.
 
 mod args;
 mod backend;
 pub mod buffers;
+pub mod chunk;
 pub mod cluster;
 pub mod compile;
 pub mod device;

@@ -1,8 +1,9 @@
-//! What each kernel of a decode step costs: steps are repeated as they were, with the kernel alone and with all but it. Both
+//! What each kernel of a step costs: steps are repeated as they were, with the kernel alone and with all but it. Both
 //! count, since kernels overlap: alone one pays for its start, and in the step it may hide behind its neighbours. A kernel
-//! whose bytes of all layers fit into the L2 cache finds them there when it is alone. Times are means of steps that
-//! follow each other, as one of a few writes recurrent states.
+//! whose bytes of all layers fit into the L2 cache finds them there when it is alone. Times of decode steps are means of
+//! steps that follow each other, as one of a few writes recurrent states.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use lily_model::backend::{Backend, BackendError, Batch, Segment, SeqId, Tokens, Want};
@@ -24,6 +25,15 @@ const MEASUREMENTS: usize = 3;
 /// Bytes of the two buffers that bandwidth is measured with, if there is room: far more than the L2 cache has.
 const COPIED: usize = 2 << 30;
 
+/// What a profiled step does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Work {
+    /// So many sequences decode a token each.
+    Decode(usize),
+    /// So many tokens of one prompt are read.
+    Chunk(usize),
+}
+
 /// All launches of a kernel in a step.
 #[derive(Clone, Debug)]
 pub struct KernelCost {
@@ -31,20 +41,22 @@ pub struct KernelCost {
     pub name: &'static str,
     /// Launches a step.
     pub launches: usize,
-    /// Bytes of weights and state that they move together.
+    /// Bytes of weights and state that they move together. Weights count once, however many tokens they are read for; keys and
+    /// values count for each token.
     pub bytes: u64,
     /// Microseconds of a step with nothing but them.
     pub alone_us: f64,
-    /// Microseconds that a step saves without them; may be less than nothing.
+    /// Microseconds that a step saves without them; may be less than nothing. Of a chunk it may say little: without a kernel tokens may
+    /// choose other experts, which changes what theirs cost.
     pub in_step_us: f64,
 }
 
-/// A decode step, kernel by kernel.
+/// A step, kernel by kernel.
 #[derive(Clone, Debug)]
 pub struct Profile {
-    /// Sequences that decode a token each.
-    pub batch: usize,
-    /// Tokens before it.
+    /// What it does.
+    pub work: Work,
+    /// Tokens of a sequence before it.
     pub position: u32,
     /// Microseconds of the whole step on the device.
     pub step_us: f64,
@@ -52,6 +64,30 @@ pub struct Profile {
     pub copy_bytes_per_s: f64,
     /// In the order in which they first run.
     pub kernels: Vec<KernelCost>,
+}
+
+impl Work {
+    /// Tokens of all sequences.
+    pub fn tokens(self) -> usize {
+        match self {
+            Self::Decode(tokens) | Self::Chunk(tokens) => tokens,
+        }
+    }
+
+    fn plan(self) -> Plan {
+        match self {
+            Self::Decode(sequences) => Plan::decoding(sequences),
+            Self::Chunk(tokens) => Plan::reading(tokens),
+        }
+    }
+
+    /// Tokens of its sequence before one of the step's, on average.
+    fn mean_position(self, position: u32) -> u32 {
+        match self {
+            Self::Decode(_) => position,
+            Self::Chunk(tokens) => position + tokens as u32 / 2,
+        }
+    }
 }
 
 /// Bytes a second that the device reads and writes when it copies.
@@ -94,7 +130,7 @@ impl CudaBackend {
     pub fn profile(&mut self, batch: usize, position: u32) -> Result<Profile, BackendError> {
         let seqs = (0..batch).map(|_| self.create(position + TOKENS)).collect::<Result<Vec<_>, _>>()?;
         for (i, seq) in seqs.iter().enumerate() {
-            self.read(*seq, position, i as u32)?;
+            self.read(*seq, 0..position, i as u32, &Want::Sample(SampleParams::greedy().into()))?;
         }
         let mut steps = Vec::new();
         for start in position..position + TOKENS {
@@ -108,29 +144,40 @@ impl CudaBackend {
             self.wait(ticket)?;
             steps.push(self.description(batch)?);
         }
-        let profile = self.repeat(&steps, batch, position)?;
+        let profile = self.repeat(&steps, Work::Decode(batch), position)?;
         seqs.into_iter().try_for_each(|seq| self.free(seq))?;
         Ok(profile)
     }
 
-    /// What the device was last told about a decode step.
-    fn description(&mut self, batch: usize) -> Result<Vec<u8>, DriverError> {
+    /// Reads a prompt of `end` tokens, and profiles the step that reads the last `tokens` of them, or all if there are fewer. Nothing is
+    /// drawn in it.
+    pub fn profile_chunk(&mut self, tokens: u32, end: u32) -> Result<Profile, BackendError> {
+        let tokens = tokens.min(end).min(self.limits().max_batch_tokens);
+        let position = end - tokens;
+        let seq = self.create(end)?;
+        self.read(seq, 0..position, 0, &Want::Nothing)?;
+        self.read(seq, position..end, 0, &Want::Nothing)?;
+        let step = self.description(tokens as usize)?;
+        let profile = self.repeat(&[step], Work::Chunk(tokens as usize), position)?;
+        self.free(seq)?;
+        Ok(profile)
+    }
+
+    /// What the device was last told about a step of so many tokens.
+    fn description(&mut self, tokens: usize) -> Result<Vec<u8>, DriverError> {
         let device = self.device();
-        let mut bytes = vec![0; device.layout.head(batch)];
+        let mut bytes = vec![0; device.layout.head(tokens)];
         device.buffers.step.read(0, &mut bytes)?;
         Ok(bytes)
     }
 
-    /// Feeds a sequence, and draws a token.
-    fn read(&mut self, seq: SeqId, tokens: u32, salt: u32) -> Result<(), BackendError> {
+    /// Feeds a sequence a part of a prompt, in as few steps as possible; `want`: of the last one.
+    fn read(&mut self, seq: SeqId, part: Range<u32>, salt: u32, want: &Want) -> Result<(), BackendError> {
         let (vocab, most) = (self.limits().vocab_size, self.limits().max_batch_tokens);
-        for start in (0..tokens).step_by(most as usize) {
-            let end = tokens.min(start + most);
+        for start in part.clone().step_by(most as usize) {
+            let end = part.end.min(start + most);
             let ids = (start..end).map(|i| (i + 7919 * salt).wrapping_mul(2_654_435_761) % vocab).collect();
-            let want = match end == tokens {
-                true => Want::Sample(SampleParams::greedy().into()),
-                false => Want::Nothing,
-            };
+            let want = if end == part.end { want.clone() } else { Want::Nothing };
             let ticket = self
                 .forward(&Batch { segments: vec![Segment { seq, start, tokens: Tokens::Ids(ids), want }] })?;
             self.wait(ticket)?;
@@ -138,9 +185,10 @@ impl CudaBackend {
         Ok(())
     }
 
-    fn repeat(&mut self, steps: &[Vec<u8>], batch: usize, position: u32) -> Result<Profile, BackendError> {
+    fn repeat(&mut self, steps: &[Vec<u8>], work: Work, position: u32) -> Result<Profile, BackendError> {
         let copy_bytes_per_s = self.copy_bandwidth()?;
-        let (step, launches) = self.graph_without(batch, &[])?;
+        let plan = work.plan();
+        let (step, launches) = self.graph_without(&plan, &[])?;
         let step_us = self.time(steps, &step)?;
         let mut names: Vec<&'static str> = Vec::new();
         for launch in &launches {
@@ -152,26 +200,29 @@ impl CudaBackend {
         for &name in &names {
             let mine: Vec<Launch> = launches.iter().filter(|l| l.name == name).cloned().collect();
             let others: Vec<&str> = names.iter().copied().filter(|n| *n != name).collect();
-            let (alone, _) = self.graph_without(batch, &others)?;
-            let (without, _) = self.graph_without(batch, &[name])?;
+            let (alone, _) = self.graph_without(&plan, &others)?;
             let moved = traffic(&mine);
             kernels.push(KernelCost {
                 name,
                 launches: mine.len(),
-                bytes: moved.bytes + moved.bytes_per_position * u64::from(position),
+                bytes: moved.bytes + moved.bytes_per_position * u64::from(work.mean_position(position)),
                 alone_us: self.time(steps, &alone)?,
-                in_step_us: step_us - self.time(steps, &without)?,
+                in_step_us: 0.0,
             });
         }
-        Ok(Profile { batch, position, step_us, copy_bytes_per_s, kernels })
+        // Behind all that: without a kernel activations and states become anything, and with them the experts that tokens choose.
+        for kernel in &mut kernels {
+            let (without, _) = self.graph_without(&plan, &[kernel.name])?;
+            kernel.in_step_us = step_us - self.time(steps, &without)?;
+        }
+        Ok(Profile { work, position, step_us, copy_bytes_per_s, kernels })
     }
 
-    /// A decode step without some kernels, and what it launches. What it computes means nothing if any are missing.
-    fn graph_without(&mut self, batch: usize, omitted: &[&str]) -> Result<(Graph, Vec<Launch>), DriverError> {
+    /// A step without some kernels, and what it launches. What it computes means nothing if any are missing.
+    fn graph_without(&mut self, plan: &Plan, omitted: &[&str]) -> Result<(Graph, Vec<Launch>), DriverError> {
         let device = self.device();
         device.omit = omitted.iter().map(|name| (*name).to_owned()).collect();
-        let plan = Plan::decoding(batch);
-        let recorded = device.recorded(|device| device.context.capture(|| device.enqueue(&plan)));
+        let recorded = device.recorded(|device| device.context.capture(|| device.enqueue(plan)));
         device.omit.clear();
         recorded
     }

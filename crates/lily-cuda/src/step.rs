@@ -3,7 +3,7 @@
 use lily_model::backend::{Batch, Rows, Tokens, Want};
 use lily_model::sample::{MOST_BIASES, SampleParams};
 
-use crate::gdn::PENDING;
+use crate::gdn::{CHUNK_ROWS, PENDING};
 use crate::state::Sequence;
 
 /// Not there.
@@ -63,6 +63,8 @@ pub struct Plan {
     pub rows: usize,
     /// Segments.
     pub segments: usize,
+    /// Segments of at least [`CHUNK_ROWS`] tokens.
+    pub long: usize,
     /// Rows of logits.
     pub logits: usize,
     /// Every segment is one token and draws one: what graphs are recorded for.
@@ -81,6 +83,11 @@ impl Plan {
     /// A step in which so many sequences decode a token each.
     pub fn decoding(sequences: usize) -> Self {
         Self { rows: sequences, segments: sequences, logits: sequences, decode: true, ..Self::default() }
+    }
+
+    /// A step that reads so many tokens of one prompt and wants nothing of them.
+    pub fn reading(tokens: usize) -> Self {
+        Self { rows: tokens, segments: 1, long: usize::from(tokens >= CHUNK_ROWS), ..Self::default() }
     }
 }
 
@@ -137,6 +144,7 @@ pub fn write(out: &mut [u8], layout: &Layout, batch: &Batch, sequences: &[&Seque
             put(layout.row_table() + (plan.rows + r) * ROW, &[token, start + r as u32, i as u32, logits]);
         }
         plan.rows += rows;
+        plan.long += usize::from(rows >= CHUNK_ROWS);
         plan.logits += want;
         if let Want::Sample(params) = &segment.want {
             let (bias, mask) = (plan.biases, plan.masks);
@@ -228,6 +236,25 @@ mod tests {
         assert_eq!(words(layout.draws() + DRAW + 40, 4), [0, 1, 0, 0]);
         assert_eq!(words(layout.masks(), 3), [7, 0, 0]);
         assert_eq!(words(layout.biases(), 2), [3, 1.5f32.to_bits()]);
+    }
+
+    /// What profiles and lists of launches are made of is what the backend would do.
+    #[test]
+    fn plans_without_a_batch_launch_what_such_batches_do() {
+        let layout = Layout { rows: CHUNK_ROWS, mask_words: 3 };
+        let (a, b) = (sequence(0, 1), sequence(1, 1));
+        let segment = |tokens: Tokens, want| Segment { seq: SeqId(1), start: 1, tokens, want };
+        let sampled = || segment(Tokens::LastSampled, Want::Sample(SampleParams::greedy().into()));
+        let chunk = |rows| segment(Tokens::Ids(vec![1; rows]), Want::Nothing);
+        for (segments, plan) in [
+            (vec![sampled(), sampled()], Plan::decoding(2)),
+            (vec![chunk(3)], Plan::reading(3)),
+            (vec![chunk(CHUNK_ROWS)], Plan::reading(CHUNK_ROWS)),
+        ] {
+            let sequences = &[&a, &b][..segments.len()];
+            let written = write(&mut vec![0; layout.bytes()], &layout, &Batch { segments }, sequences, false);
+            assert_eq!(Plan { head: 0, ..written }, plan);
+        }
     }
 
     #[test]

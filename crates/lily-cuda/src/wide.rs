@@ -141,42 +141,60 @@ impl Device {
         self.wide.as_ref()?.cut(w.rows.div_ceil(TILE_ROWS as u32), w.k_tiles, rows)
     }
 
-    /// Launches a product, if it is one for these kernels; says whether.
+    /// Launches a product whose inputs are columns, if it is one for these kernels or for that of a chunk; says whether.
     pub(crate) fn widely(&self, p: &Product<'_>) -> Result<bool, DriverError> {
-        let Some(cut) = self.wide_cut(p.w, p.rows).filter(|_| !p.keep) else { return Ok(false) };
+        if p.keep || !self.takes_columns(p.w, p.rows) {
+            return Ok(false);
+        }
         if !p.ready {
             self.columns(p)?;
         }
-        let (b, kernel) = (&self.buffers, cut.kernel);
-        let squares = if matches!(p.input, Input::Norm(_)) { b.eighths.address() } else { 0 };
+        if let Some(blocks) = self.chunk_blocks(p.w, p.rows) {
+            self.chunked(p, blocks)?;
+        } else if let Some(cut) = self.wide_cut(p.w, p.rows) {
+            self.clusters_of(p, &cut)?;
+        }
+        Ok(true)
+    }
+
+    /// Launches a product by these kernels.
+    fn clusters_of(&self, p: &Product<'_>, cut: &Cut) -> Result<(), DriverError> {
+        let kernel = cut.kernel;
         let mut args = Args::new();
-        args.words(&p.w.words()).words(&[
-            b.columns.address(),
-            squares,
-            p.y.address(),
-            u64::from(p.rows) | u64::from(p.w.rows) << 32,
-            u64::from(p.add) | u64::from(cut.stages) << 32,
-        ]);
-        args.moves(p.w.tiles.bytes() as u64);
+        args.words(&p.w.words()).words(&self.wide_args(p, cut.stages)).moves(p.w.tiles.bytes() as u64);
         let grid = [kernel.blocks * cut.clusters, p.rows.div_ceil(kernel.tokens), 1];
         self.launch_with(
             kernel.name,
             Shape { grid, threads: THREADS, shared: cut.shared, overlap: true },
             &mut args,
-        )?;
-        Ok(true)
+        )
+    }
+
+    /// `Wide` in `kernels/warpgroup.cu`, for a product with so many stages of weights in shared memory.
+    pub(crate) fn wide_args(&self, p: &Product<'_>, stages: u32) -> [u64; 5] {
+        let b = &self.buffers;
+        let squares = if matches!(p.input, Input::Norm(_)) { b.eighths.address() } else { 0 };
+        [
+            b.columns.address(),
+            squares,
+            p.y.address(),
+            u64::from(p.rows) | u64::from(p.w.rows) << 32,
+            u64::from(p.add) | u64::from(stages) << 32,
+        ]
+    }
+
+    /// Whether a product with `w` is of inputs as columns.
+    fn takes_columns(&self, w: &DeviceMatrix, rows: u32) -> bool {
+        self.chunk_blocks(w, rows).is_some() || self.wide_cut(w, rows).is_some()
     }
 
     /// Where the kernel before a product with `w` leaves its inputs as columns, for that kernel's arguments; nowhere if the product
     /// does not take them.
     pub(crate) fn columns_of(&self, w: &DeviceMatrix, rows: u32) -> [u64; 2] {
-        match self.wide_cut(w, rows) {
-            Some(_) => [
-                self.buffers.columns.address(),
-                u64::from(tokens_of_group(rows)) | u64::from(w.k_tiles) << 32,
-            ],
-            None => [0; 2],
+        if !self.takes_columns(w, rows) {
+            return [0; 2];
         }
+        [self.buffers.columns.address(), u64::from(tokens_of_group(rows)) | u64::from(w.k_tiles) << 32]
     }
 
     /// The inputs of a product as columns.

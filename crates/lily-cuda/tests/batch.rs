@@ -4,6 +4,7 @@
 mod common;
 
 use common::{device, options, rows, segment, step};
+use lily_cuda::gdn::CHUNK_ROWS;
 use lily_cuda::{CudaBackend, Options};
 use lily_model::backend::{Backend, Batch, Output, Rows, Segment, SeqId, Tokens, Want};
 use lily_model::config::Config;
@@ -114,6 +115,55 @@ fn updates_that_wait_in_logs_are_seen_by_all_that_follows() {
         assert!(logits[0] == expected[0][at], "{tokens} tokens, resumed");
         backend.forget(imported).unwrap();
         backend.free(resumed).unwrap();
+        seqs.into_iter().for_each(|seq| backend.free(seq).unwrap());
+    }
+}
+
+/// Long segments go through kernels of their own, alone or beside short ones, behind any number of updates that wait. Logits, and those
+/// of the tokens that follow, are to the bit those of the same tokens one by one.
+#[test]
+fn a_chunk_says_what_its_tokens_say_one_by_one() {
+    if !device() {
+        return;
+    }
+    let config = Config::from_json(CONFIG_35B_A3B).unwrap();
+    let vocab = config.vocab_size as u32;
+    let options = Options { context: 128, max_sequences: 8, max_batch_tokens: 96, ..options() };
+    let mut backend = CudaBackend::random(config, 1, &options).unwrap();
+    let text = |i: u32| (0..90).map(|j| (i * 131 + j).wrapping_mul(2_654_435_761) % vocab).collect();
+    let texts: Vec<Vec<u32>> = (0..5).map(text).collect();
+    let alone = |ids: &Vec<u32>| -> Vec<Vec<f32>> {
+        let seq = backend.create(90).unwrap();
+        let logits =
+            (0..ids.len()).map(|i| feed_all(&mut backend, i, &[(seq, &ids[i..=i])]).remove(0)).collect();
+        backend.free(seq).unwrap();
+        logits
+    };
+    let expected: Vec<Vec<Vec<f32>>> = texts.iter().map(alone).collect();
+    let (long, short) = (CHUNK_ROWS, CHUNK_ROWS - 1);
+    for (waiting, lengths) in [
+        (0, &[70][..]),
+        (0, &[long, 1]),
+        (2, &[1, 3, long + 7]),
+        (1, &[long, 1, 33, 2, 1]),
+        (2, &[1, long, short, 1]),
+        (3, &[17, 1, 1, long, 2]),
+        (3, &[long, long + 1, 24, 16]),
+    ] {
+        let seqs: Vec<SeqId> = texts.iter().map(|_| backend.create(90).unwrap()).collect();
+        for i in 0..waiting {
+            let all: Vec<_> = seqs.iter().zip(&texts).map(|(seq, ids)| (*seq, &ids[i..=i])).collect();
+            feed_all(&mut backend, i, &all);
+        }
+        let chunks = seqs.iter().zip(&texts).zip(lengths);
+        let all: Vec<_> = chunks.map(|((seq, ids), n)| (*seq, &ids[waiting..waiting + n])).collect();
+        for (i, logits) in feed_all(&mut backend, waiting, &all).into_iter().enumerate() {
+            let at = waiting + lengths[i];
+            let same = logits == expected[i][at - 1];
+            assert!(same, "{waiting} wait, {lengths:?}: sequence {i}");
+            let next = feed_all(&mut backend, at, &[(seqs[i], &texts[i][at..=at])]);
+            assert!(next[0] == expected[i][at], "{waiting} wait, {lengths:?}: behind sequence {i}");
+        }
         seqs.into_iter().for_each(|seq| backend.free(seq).unwrap());
     }
 }

@@ -50,6 +50,8 @@ fn every_kernel_compiles_and_hot_ones_do_not_spill() {
             assert!(!compiled.cubin.is_empty());
             // One was a macro that took the name of a shape.
             assert!(!compiled.log.contains("warning"), "{}", compiled.log);
+            // Then products of warpgroups wait for each other.
+            assert!(!compiled.log.contains("Potential Performance Loss"), "{}", compiled.log);
             let kernels = report(&compiled.log);
             for name in source.kernels {
                 let (_, registers, local) =

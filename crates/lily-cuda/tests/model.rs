@@ -8,8 +8,9 @@ use common::{
     assert_batch_changes_nothing, assert_close, device, feed, fresh, load, options, root, rows, segment,
     step, tokens,
 };
-use lily_cuda::device::{decode_launches, traffic};
+use lily_cuda::device::{chunk_launches, decode_launches, traffic};
 use lily_cuda::driver::Context;
+use lily_cuda::profile::Work;
 use lily_cuda::{CudaBackend, Options};
 use lily_model::backend::{Backend, Rows, Want};
 use lily_model::config::Config;
@@ -205,14 +206,28 @@ fn a_profile_has_every_kernel_of_a_step() {
     let mut backend = model.backend();
     let ids = tokens(30, model.config.vocab_size);
     let (before, free) = (fresh(&mut backend, &ids), backend.free_bytes());
-    for batch in [1, 3] {
-        let profile = backend.profile(batch, 20).unwrap();
-        let gpu = Context::open(0).unwrap();
-        let launches = decode_launches(model.config.clone(), &gpu, batch).unwrap();
+    let gpu = Context::open(0).unwrap();
+    // A prompt of 7 tokens is less than a chunk of 40.
+    for (work, position) in
+        [(Work::Decode(1), 20), (Work::Decode(3), 20), (Work::Chunk(40), 20), (Work::Chunk(7), 0)]
+    {
+        let (profile, launches, mean) = match work {
+            Work::Decode(batch) => {
+                let launches = decode_launches(model.config.clone(), &gpu, batch);
+                (backend.profile(batch, position), launches, position)
+            }
+            Work::Chunk(tokens) => {
+                let (n, launches) = (tokens as u32, chunk_launches(model.config.clone(), &gpu, tokens));
+                let most = if position == 0 { 40 } else { n };
+                (backend.profile_chunk(most, position + n), launches, position + n / 2)
+            }
+        };
+        let (profile, launches) = (profile.unwrap(), launches.unwrap());
+        assert_eq!((profile.work, profile.position), (work, position));
         assert_eq!(profile.kernels.iter().map(|k| k.launches).sum::<usize>(), launches.len());
         let moved = traffic(&launches);
         let bytes = profile.kernels.iter().map(|k| k.bytes).sum::<u64>();
-        assert_eq!(bytes, moved.bytes + 20 * moved.bytes_per_position);
+        assert_eq!(bytes, moved.bytes + u64::from(mean) * moved.bytes_per_position);
         assert!(profile.step_us > 0.0 && profile.kernels.iter().all(|k| k.alone_us > 0.0), "{profile:?}");
         assert!(profile.copy_bytes_per_s > 1e10, "{profile:?}");
     }

@@ -469,7 +469,7 @@ pub struct Bench {
     /// Measure a model of random weights that are made in the memory of an NVIDIA GPU, instead of --model
     #[arg(long, value_name = "PRESET", conflicts_with = "text")]
     pub synth: Option<Preset>,
-    /// On an NVIDIA GPU: measure each kernel of a decode step too
+    /// On an NVIDIA GPU: measure each kernel of a decode step and of a prompt's last chunk too
     #[arg(long)]
     pub profile: bool,
     /// Measure the machine alone, without a model: memory bandwidth and int8 multiply-adds, from one thread up to all

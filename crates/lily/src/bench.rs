@@ -73,7 +73,7 @@ struct Report<'a> {
     decode_tokens: u32,
     repeat: u32,
     results: &'a [Measured],
-    /// Of each batch at each length.
+    /// Of each batch at each length, then of the last chunk of that length.
     profiles: &'a [Profile],
     work: &'a Work,
     /// Of a number of the K/V cache.
@@ -120,6 +120,9 @@ pub fn bench(args: &Bench, global: &Global) -> Result<()> {
             if let (true, Opened::Cuda(gpu)) = (args.profile, &mut opened) {
                 profiles.push(gpu.profile(batch as usize, prompt.ids.len() as u32)?);
             }
+        }
+        if let (true, Opened::Cuda(gpu)) = (args.profile, &mut opened) {
+            profiles.push(gpu.profile_chunk(chunk, prompt.ids.len() as u32)?);
         }
     }
     bar.finish_and_clear();

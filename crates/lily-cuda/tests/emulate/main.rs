@@ -10,7 +10,7 @@ mod group;
 mod machine;
 mod wide;
 
-use group::{Choice, Emulators, Layer};
+use group::{Choice, Emulators, Layer, Lists};
 use lily_cuda::kernels::SOURCES;
 use lily_emulate::removed;
 use wide::{Case, Product};
@@ -66,6 +66,32 @@ fn wide_products_of_many_tokens() {
     }
 }
 
+/// The kernel of many tokens gets what others get, to the bit: last groups of one record and of two; odd numbers of tiles, fewer than a row
+/// has eighths, and more than a stage takes; rows that do not fill a warpgroup, and more units than blocks.
+#[test]
+fn products_of_a_chunk() {
+    let (wide, chunk) = (wide::emulator(true, str::to_owned), wide::chunk_emulator(str::to_owned));
+    let case = Case { rows: 128, tiles: 8, tokens: 64, clusters: 1, stages: 3, add: false, normed: false };
+    let cases = [
+        case,
+        Case { rows: 70, tiles: 9, tokens: 33, normed: true, ..case },
+        Case { rows: 150, tiles: 3, tokens: 130, add: true, normed: true, ..case },
+        Case { rows: 300, tiles: 37, tokens: 97, clusters: 2, stages: 2, normed: true, ..case },
+        Case { rows: 21, tiles: 64, tokens: 65, clusters: 2, add: true, ..case },
+        Case { rows: 140, tiles: 1, tokens: 260, stages: 3, normed: true, ..case },
+    ];
+    for (i, case) in cases.into_iter().enumerate() {
+        let product = Product::new(case, i as u64);
+        let expected = product.run(&wide, wide::KERNELS[2], i as u64).unwrap();
+        for seed in 0..4 {
+            let y = product.run_chunk(&wide, &chunk, seed).unwrap_or_else(|e| panic!("{case:?}: {e}"));
+            product.check(&y).unwrap_or_else(|e| panic!("{case:?}, seed {seed}: {e}"));
+            let same = expected.iter().zip(&y).all(|(a, b)| a.to_bits() == b.to_bits());
+            assert!(same, "{case:?}, seed {seed}: not what wide_32 gets");
+        }
+    }
+}
+
 /// Experts of steps that follow each other, so that counters must be as they were.
 fn experts(emulators: &Emulators, cases: &[group::Case]) {
     let layer = Layer::new(emulators, 1);
@@ -78,13 +104,13 @@ fn experts(emulators: &Emulators, cases: &[group::Case]) {
 /// Lists by the kernel and by `route`; experts that none chose, and that all did; one block, and more than there is work for some of.
 #[test]
 fn experts_of_several_tokens() {
-    let case = group::Case { tokens: 5, choice: Choice::Random, routed: false, blocks: 3 };
+    let case = group::Case { tokens: 5, choice: Choice::Random, lists: Lists::Itself, blocks: 3 };
     let cases = [
         case,
         group::Case { tokens: 1, blocks: 2, ..case },
-        group::Case { tokens: 8, routed: true, blocks: 4, ..case },
+        group::Case { tokens: 8, lists: Lists::Route, blocks: 4, ..case },
         group::Case { tokens: 7, choice: Choice::Same, ..case },
-        group::Case { tokens: 9, choice: Choice::Same, routed: true, ..case },
+        group::Case { tokens: 9, choice: Choice::Same, lists: Lists::Apart, ..case },
         group::Case { tokens: 3, blocks: 1, ..case },
         group::Case { tokens: 32, blocks: 4, ..case },
     ];
@@ -94,25 +120,82 @@ fn experts_of_several_tokens() {
 /// Eighths of a row of different lengths, strips that are not full, experts wider than the shared one.
 #[test]
 fn wide_experts() {
-    let case = group::Case { tokens: 6, choice: Choice::Random, routed: false, blocks: 4 };
+    let case = group::Case { tokens: 6, choice: Choice::Random, lists: Lists::Itself, blocks: 4 };
     let cases = [
         case,
-        group::Case { tokens: 11, routed: true, blocks: 3, ..case },
+        group::Case { tokens: 11, lists: Lists::Apart, blocks: 3, ..case },
         group::Case { tokens: 2, blocks: 2, ..case },
     ];
     experts(&Emulators::new(group::config(576, 7, 2, [192, 64]), str::to_owned), &cases);
 }
 
-const DELTA_RULES: [delta::Kernel; 2] = [delta::Kernel::Columns, delta::Kernel::Heads];
+/// By the kernels of chunks: pieces of one record and of two, full and not; experts of other widths than the shared one's, with more units
+/// than blocks and with stages that are not full; a tile an eighth.
+#[test]
+fn experts_of_a_chunk() {
+    let case = group::Case { tokens: 70, choice: Choice::Random, lists: Lists::Apart, blocks: 2 };
+    let cases = [
+        case,
+        group::Case { tokens: 97, choice: Choice::Same, blocks: 3, ..case },
+        group::Case { tokens: 33, choice: Choice::Same, lists: Lists::Route, blocks: 1 },
+        group::Case { tokens: 5, ..case },
+    ];
+    for config in [
+        group::config(192, 9, 3, [64, 128]),
+        group::config(576, 5, 2, [192, 64]),
+        group::config(320, 4, 2, [512, 512]),
+    ] {
+        let emulators = Emulators::with_chunk(config, str::to_owned);
+        let layer = Layer::new(&emulators, 1);
+        for (seed, case) in cases.into_iter().enumerate() {
+            group::run_chunk(&emulators, &layer, case, seed as u64)
+                .unwrap_or_else(|e| panic!("{case:?}, seed {seed}: {e}"));
+        }
+    }
+}
+
+const DELTA_RULES: [delta::Kernel; 3] = [delta::Kernel::Columns, delta::Kernel::Heads, delta::Kernel::Chunks];
 
 /// Sequences of one row and of several, with their states in other places than they come.
 #[test]
 fn delta_rule() {
     let config = delta::config();
     let emulator = machine::Emulator::compile("gdn.cu", &config, str::to_owned);
-    for (seed, kernel) in DELTA_RULES.into_iter().cycle().take(4).enumerate() {
+    for (seed, kernel) in DELTA_RULES.into_iter().cycle().take(6).enumerate() {
         delta::run(&emulator, &config, kernel, &[1, 3, 2, 5, 1], seed as u64)
             .unwrap_or_else(|e| panic!("{kernel:?}, seed {seed}: {e}"));
+    }
+}
+
+/// Segments that end in any row of what is brought together and of a run; that begin in any; long ones among short ones.
+#[test]
+fn delta_rule_of_chunks() {
+    let config = delta::config();
+    let emulator = machine::Emulator::compile("gdn.cu", &config, str::to_owned);
+    let chunks =
+        [&[70][..], &[2, 9, 33], &[16, 8, 17, 31, 7], &[64, 3, 5, 4], &[15, 32, 47], &[24, 6, 10, 11]];
+    let both = [&[1, 30, 2, 24, 1][..], &[23, 1, 25, 1]];
+    let cases = chunks.map(|rows| (delta::Kernel::Chunks, rows)).into_iter();
+    for (seed, (kernel, rows)) in cases.chain(both.map(|rows| (delta::Kernel::Both, rows))).enumerate() {
+        delta::run(&emulator, &config, kernel, rows, seed as u64)
+            .unwrap_or_else(|e| panic!("{kernel:?}, {rows:?}, seed {seed}: {e}"));
+    }
+}
+
+/// Steps of up to eight rows and of more have other columns.
+#[test]
+fn columns_of_the_delta_rule() {
+    let config = delta::config();
+    let [gdn, wide] =
+        ["gdn.cu", "wide.cu"].map(|file| machine::Emulator::compile(file, &config, str::to_owned));
+    let cases = [
+        (delta::Kernel::Heads, &[1, 3, 1][..]),
+        (delta::Kernel::Chunks, &[2, 5]),
+        (delta::Kernel::Both, &[1, 26, 7]),
+    ];
+    for (seed, (kernel, rows)) in cases.into_iter().enumerate() {
+        delta::run_columns([&gdn, &wide], &config, kernel, rows, seed as u64)
+            .unwrap_or_else(|e| panic!("{kernel:?}, {rows:?}: {e}"));
     }
 }
 
@@ -171,6 +254,31 @@ fn every_wait_of_wide_products_is_needed() {
 }
 
 #[test]
+#[ignore = "a minute: compiles chunk.cu without each wait in turn"]
+fn every_wait_of_products_of_a_chunk_is_needed() {
+    let functions = [
+        "barrier_wait",
+        "barrier_arrive",
+        "barrier_expect_more",
+        "__syncthreads",
+        "await_products<AFTER>",
+        "commit_products",
+    ];
+    let wide = wide::emulator(true, str::to_owned);
+    let case = Case { rows: 130, tiles: 9, tokens: 70, clusters: 1, stages: 2, add: false, normed: true };
+    // Of the second, units of many tokens follow those of few in the same place.
+    let cases = [case, Case { tiles: 1, tokens: 330, rows: 300, stages: 3, ..case }];
+    each_is_needed("chunk.cu", &functions, &[], |edit| {
+        let emulator = wide::chunk_emulator(edit);
+        for (seed, case) in (0..ROUNDS).flat_map(|seed| cases.map(|case| (seed, case))) {
+            let product = Product::new(case, 0);
+            product.check(&product.run_chunk(&wide, &emulator, seed)?)?;
+        }
+        Ok(())
+    });
+}
+
+#[test]
 #[ignore = "a minute: compiles group.cu without each wait in turn"]
 fn every_wait_of_experts_is_needed() {
     let functions = [
@@ -185,7 +293,7 @@ fn every_wait_of_experts_is_needed() {
     let cases = [(13, 2), (32, 4), (4, 4)].map(|(tokens, blocks)| group::Case {
         tokens,
         choice: Choice::Random,
-        routed: false,
+        lists: Lists::Itself,
         blocks,
     });
     each_is_needed("group.cu", &functions, &[], |edit| {
@@ -206,6 +314,6 @@ fn every_wait_of_the_delta_rule_is_needed() {
         let emulator = machine::Emulator::compile("gdn.cu", &config, edit);
         (0..ROUNDS)
             .flat_map(|seed| DELTA_RULES.map(|kernel| (seed, kernel)))
-            .try_for_each(|(seed, kernel)| delta::run(&emulator, &config, kernel, &[1, 3, 2, 5, 1], seed))
+            .try_for_each(|(seed, kernel)| delta::run(&emulator, &config, kernel, &[1, 3, 20, 5, 1], seed))
     });
 }

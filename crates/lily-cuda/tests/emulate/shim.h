@@ -262,6 +262,8 @@ namespace emu {
 void start_products(int* c, u32 n, const Words* first, const Words* second, u64 b_first, u64 b_second);
 void await_products(u32 after);
 }
+template <int N> void give_registers() {}
+template <int N> void take_registers() {}
 inline void begin_products() {}
 template <int N> void start_products(int (&c)[N], const u32 (&a)[8], u64 first, u64 second) {
     emu::Words halves[2][emu::LANES];

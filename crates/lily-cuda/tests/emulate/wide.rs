@@ -1,12 +1,13 @@
-//! Products of kernels/wide.cu: inputs become columns, clusters multiply them.
+//! Products of kernels/wide.cu and kernels/chunk.cu: inputs become columns, clusters or blocks multiply them.
 
+use lily_cuda::chunk;
 use lily_cuda::pack::{Packing, TILE_COLS, pack};
 use lily_cuda::wide::{self, columns_bytes, eighths};
 use lily_model::config::Affine;
 use lily_model::matrix::Matrix;
 
 use crate::common::random::{self, Numbers};
-use crate::machine::{Emulator, Shape};
+use crate::machine::{Emulator, Memory, Shape};
 
 /// Of all files: blocks of other kernels.
 pub const THREADS: u32 = 256;
@@ -14,6 +15,11 @@ pub const THREADS: u32 = 256;
 /// For Hopper, or a card without its products of warpgroups.
 pub fn emulator(hopper: bool, edit: impl Fn(&str) -> String) -> Emulator {
     Emulator::compile_for(hopper, "wide.cu", &random::config(&[]), edit)
+}
+
+/// The kernel of many tokens, which only Hopper has.
+pub fn chunk_emulator(edit: impl Fn(&str) -> String) -> Emulator {
+    Emulator::compile("chunk.cu", &random::config(&[]), edit)
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -32,6 +38,12 @@ pub struct Case {
 /// Name, tokens of a group and blocks of a cluster.
 pub const KERNELS: [(&str, usize, u32); 4] =
     [("wide_8_by_2", 8, 2), ("wide_16_by_2", 16, 2), ("wide_32_by_2", 32, 2), ("wide_32_by_4", 32, 4)];
+
+/// Inputs as columns, and what their squares add up to.
+struct Inputs {
+    columns: Memory,
+    squares: Memory,
+}
 
 /// A case's numbers.
 pub struct Product {
@@ -56,7 +68,51 @@ impl Product {
         Self { case, matrix, packed, x, gain, before }
     }
 
-    /// What the kernel computes.
+    /// The inputs in records of `record` tokens, by a kernel of wide.cu.
+    fn inputs(&self, emulator: &Emulator, record: u64, seed: u64) -> Result<Inputs, String> {
+        let case = self.case;
+        let columns = emulator.unwritten(columns_bytes(case.tokens, case.tiles));
+        let squares = emulator.unwritten(eighths(case.tokens) * 4);
+        let (x, gain) = (emulator.floats(&self.x), emulator.floats(&self.gain));
+        let shape =
+            Shape { grid: [case.tokens as u32, 1], threads: THREADS, cluster: 1, together: 1, shared: 0 };
+        let to = [columns.address(), record | (case.tiles as u64) << 32];
+        let name = if case.normed { "columns_norm" } else { "columns_plain" };
+        emulator.launch(
+            name,
+            shape,
+            &[x.address(), gain.address(), to[0], to[1], squares.address()],
+            seed,
+        )?;
+        Ok(Inputs { columns, squares })
+    }
+
+    /// What a kernel makes of them.
+    fn multiply(
+        &self,
+        emulator: &Emulator,
+        inputs: &Inputs,
+        name: &str,
+        shape: Shape,
+        seed: u64,
+    ) -> Result<Vec<f32>, String> {
+        let (case, tiles) = (self.case, emulator.memory(&self.packed));
+        let y =
+            if case.add { emulator.floats(&self.before) } else { emulator.unwritten(self.before.len() * 4) };
+        let arguments = [
+            tiles.address(),
+            case.rows as u64 | (case.tiles as u64) << 32,
+            inputs.columns.address(),
+            if case.normed { inputs.squares.address() } else { 0 },
+            y.address(),
+            case.tokens as u64 | (case.rows as u64) << 32,
+            u64::from(case.add) | u64::from(case.stages) << 32,
+        ];
+        emulator.launch(name, shape, &arguments, seed)?;
+        Ok(y.floats())
+    }
+
+    /// What a kernel of wide.cu computes.
     pub fn run(
         &self,
         emulator: &Emulator,
@@ -64,21 +120,7 @@ impl Product {
         seed: u64,
     ) -> Result<Vec<f32>, String> {
         let (case, (name, group, blocks)) = (self.case, kernel);
-        let columns = emulator.unwritten(columns_bytes(case.tokens, case.tiles));
-        let squares = emulator.unwritten(eighths(case.tokens) * 4);
-        let (x, gain, tiles) =
-            (emulator.floats(&self.x), emulator.floats(&self.gain), emulator.memory(&self.packed));
-        let shape =
-            Shape { grid: [case.tokens as u32, 1], threads: THREADS, cluster: 1, together: 1, shared: 0 };
-        let record = if group == 8 { 8 } else { 32 };
-        let to = [columns.address(), record | (case.tiles as u64) << 32];
-        let first = if case.normed { "columns_norm" } else { "columns_plain" };
-        emulator.launch(
-            first,
-            shape,
-            &[x.address(), gain.address(), to[0], to[1], squares.address()],
-            seed,
-        )?;
+        let inputs = self.inputs(emulator, if group == 8 { 8 } else { 32 }, seed)?;
         let (fixed, stage) = wide::shared_memory(group as u32, blocks, case.tiles as u32);
         let shape = Shape {
             grid: [blocks * case.clusters, case.tokens.div_ceil(group) as u32],
@@ -87,19 +129,21 @@ impl Product {
             together: 2 * blocks,
             shared: fixed + case.stages * stage,
         };
-        let y =
-            if case.add { emulator.floats(&self.before) } else { emulator.unwritten(self.before.len() * 4) };
-        let arguments = [
-            tiles.address(),
-            case.rows as u64 | (case.tiles as u64) << 32,
-            columns.address(),
-            if case.normed { squares.address() } else { 0 },
-            y.address(),
-            case.tokens as u64 | (case.rows as u64) << 32,
-            u64::from(case.add) | u64::from(case.stages) << 32,
-        ];
-        emulator.launch(name, shape, &arguments, seed)?;
-        Ok(y.floats())
+        self.multiply(emulator, &inputs, name, shape, seed)
+    }
+
+    /// What the kernel of chunk.cu computes, with as many blocks as the case has clusters; `wide` makes the columns.
+    pub fn run_chunk(&self, wide: &Emulator, emulator: &Emulator, seed: u64) -> Result<Vec<f32>, String> {
+        let case = self.case;
+        let inputs = self.inputs(wide, 32, seed)?;
+        let shape = Shape {
+            grid: [case.clusters, 1],
+            threads: chunk::THREADS,
+            cluster: 1,
+            together: 2,
+            shared: chunk::shared_memory(case.stages),
+        };
+        self.multiply(emulator, &inputs, "chunk_q4", shape, seed)
     }
 
     /// Whether `y` is the product, as near as inputs of 16 bits let it be.

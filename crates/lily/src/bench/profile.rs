@@ -1,8 +1,8 @@
-//! `lily bench --profile`: the kernels of a decode step.
+//! `lily bench --profile`: the kernels of a decode step and of a chunk of a prompt.
 
 use std::io::{self, Write};
 
-use lily_cuda::profile::{KernelCost, Profile};
+use lily_cuda::profile::{KernelCost, Profile, Work};
 use serde_json::{Value, json};
 
 /// Bytes a second that a kernel alone moves.
@@ -23,8 +23,14 @@ pub fn json(profile: &Profile) -> Value {
             "share_of_bandwidth": speed(k) / profile.copy_bytes_per_s,
         })
     };
+    let (step, batch) = match profile.work {
+        Work::Decode(batch) => ("decode", batch),
+        Work::Chunk(_) => ("chunk", 1),
+    };
     json!({
-        "batch": profile.batch,
+        "step": step,
+        "batch": batch,
+        "tokens": profile.work.tokens(),
         "position": profile.position,
         "step_us": profile.step_us,
         "copy_bytes_per_s": profile.copy_bytes_per_s,
@@ -36,11 +42,16 @@ pub fn json(profile: &Profile) -> Value {
 
 /// For people. Times and bytes are those of one launch.
 pub fn write(out: &mut impl Write, profile: &Profile) -> io::Result<()> {
-    let Profile { batch, position, step_us, copy_bytes_per_s, kernels } = profile;
+    let Profile { work, position, step_us, copy_bytes_per_s, kernels } = profile;
     let launches: usize = kernels.iter().map(|k| k.launches).sum();
+    let what = match work {
+        Work::Decode(batch) => format!("a step of {batch}"),
+        Work::Chunk(tokens) => format!("a chunk of {tokens}"),
+    };
     writeln!(
         out,
-        "\na step of {batch} at position {position}: {step_us:.0} us, {launches} kernels; the device copies {:.2} TB/s",
+        "\n{what} at position {position}: {step_us:.0} us, {:.0} tok/s, {launches} kernels; the device copies {:.2} TB/s",
+        work.tokens() as f64 / step_us * 1e6,
         copy_bytes_per_s / 1e12
     )?;
     writeln!(
@@ -74,7 +85,7 @@ mod tests {
         let kernel =
             |name, launches, bytes, alone_us| KernelCost { name, launches, bytes, alone_us, in_step_us: 1.0 };
         let profile = Profile {
-            batch: 1,
+            work: Work::Decode(1),
             position: 16,
             step_us: 1000.0,
             copy_bytes_per_s: 4e12,
@@ -90,8 +101,31 @@ mod tests {
         let mut text = Vec::new();
         write(&mut text, &profile).unwrap();
         let text = String::from_utf8(text).unwrap();
-        assert!(text.contains("70 kernels; the device copies 4.00 TB/s"), "{text}");
+        assert!(text.contains("a step of 1 at position 16: 1000 us, 1000 tok/s, 70 kernels; "), "{text}");
+        assert!(text.contains("the device copies 4.00 TB/s"), "{text}");
         let row: Vec<&str> = text.lines().last().unwrap().split_whitespace().collect();
         assert_eq!(row, ["delta", "30", "2.00", "2.00", "0.03", "1.00", "25", "%"]);
+    }
+
+    #[test]
+    fn a_chunk_is_told_from_a_decode_step() {
+        let profile = |work| Profile {
+            work,
+            position: 3584,
+            step_us: 51_200.0,
+            copy_bytes_per_s: 4e12,
+            kernels: vec![],
+        };
+        let (decode, chunk) = (profile(Work::Decode(8)), profile(Work::Chunk(512)));
+        let fields = |p| ["step", "batch", "tokens"].map(|name| json(p)[name].clone());
+        assert_eq!(fields(&decode), [json!("decode"), json!(8), json!(8)]);
+        assert_eq!(fields(&chunk), [json!("chunk"), json!(1), json!(512)]);
+        let mut text = Vec::new();
+        write(&mut text, &chunk).unwrap();
+        let text = String::from_utf8(text).unwrap();
+        assert!(
+            text.contains("a chunk of 512 at position 3584: 51200 us, 10000 tok/s, 0 kernels; "),
+            "{text}"
+        );
     }
 }
