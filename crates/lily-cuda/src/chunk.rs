@@ -41,6 +41,11 @@ pub fn shared_memory(stages: u32) -> u32 {
     stages * DEPTH * (weights + inputs) + 2 * rows * tokens * 4
 }
 
+/// Whether a device has these kernels, so that steps of thousands of tokens read prompts fastest; a device that can't be opened has not.
+pub fn is_for(device: usize) -> bool {
+    Context::open(device).is_ok_and(|context| Chunk::new(&context).is_some())
+}
+
 /// Dynamic shared memory by kernel; none where it is not used.
 pub fn shared(context: &Context) -> Vec<(&'static str, u32)> {
     let kernels = KERNELS.map(|name| (name, shared_memory(STAGES)));

@@ -302,7 +302,7 @@ pub struct Context {
 #[derive(Debug, clap::Args)]
 pub struct Reading {
     /// Tokens of a prompt that one step reads at most. More read faster up to a point, take more memory, and make others wait
-    /// longer. Default: 512; with the tensor operations of an M5 2048
+    /// longer. Default: 512; on NVIDIA's Hopper and with the tensor operations of an M5 2048
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub ubatch_size: Option<u32>,
 }

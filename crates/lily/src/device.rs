@@ -26,9 +26,8 @@ pub struct Size {
 
 /// Tokens of a prompt that one step reads: each of 256 experts then gets 16 of them on average.
 const CHUNK: u32 = 512;
-/// The same with the tensor operations of an M5, which are fast enough for steps that long: 64, two full tiles of theirs.
-#[cfg(target_vendor = "apple")]
-const TENSOR_CHUNK: u32 = 2048;
+/// The same with the tensor operations of an M5, and on Hopper, which are fast enough for steps that long: 64, full tiles of theirs.
+const LONG_CHUNK: u32 = 2048;
 
 impl Size {
     /// Tokens of a step: those of a prompt, where `usual` suits the device, beside one of each sequence.
@@ -107,7 +106,7 @@ pub mod metal {
             context: size.context,
             max_sequences: size.sequences,
             snapshot_bytes: size.snapshot_bytes,
-            max_batch_tokens: size.batch_tokens(if tensor { TENSOR_CHUNK } else { CHUNK }),
+            max_batch_tokens: size.batch_tokens(if tensor { LONG_CHUNK } else { CHUNK }),
             kv: KvType::Bf16,
             residency: !global.metal_no_residency,
             tensor,
@@ -150,12 +149,13 @@ fn cpu(global: &Global, config: &Config, weights: &Arc<Weights>, size: Size) -> 
 
 /// What a GPU is opened with.
 pub fn cuda_options(device: usize, size: &Size) -> lily_cuda::Options {
+    let usual = if lily_cuda::chunk::is_for(device) { LONG_CHUNK } else { CHUNK };
     lily_cuda::Options {
         device,
         context: size.context,
         max_sequences: size.sequences,
         snapshot_bytes: size.snapshot_bytes,
-        max_batch_tokens: size.batch_tokens(CHUNK),
+        max_batch_tokens: size.batch_tokens(usual),
         cache: kernel_cache("cuda"),
         ..lily_cuda::Options::default()
     }
