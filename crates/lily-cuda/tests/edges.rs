@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::random::{Stored, config, model, one_expert, scale_rows, whole_heads, zeros};
+use common::random::{Stored, config, model, one_expert, real_attention, scale_rows, whole_heads, zeros};
 use common::{Model, assert_close, device, feed, fresh, options, rows, segment, step, tokens};
 use lily_cpu::reference::{Reference, State};
 use lily_cpu::tap::no_tap;
@@ -153,6 +153,8 @@ fn a_small_model_in_all_kinds_of_steps() {
         (config(&[Gdn, Attention]), Stored::Quantised, false),
         (config(&[Gdn, Attention]), Stored::Mixed, true),
         (whole_heads(&[Gdn, Attention]), Stored::Quantised, true),
+        // Its projections have outputs enough for the kernels of chunks.
+        (real_attention(&[Gdn, Attention]), Stored::Quantised, true),
     ] {
         let model = model(config, 16, stored);
         let mut backend = model.backend_with(&Options { fast_decode, ..options() });
