@@ -282,8 +282,9 @@ extern "C" __global__ void __launch_bounds__(32 * CHUNK_WARPS, 4) delta_chunk(De
         pair.load_row(*row, in_block);
 #pragma unroll 2
         for (u32 r = 0; r < count; r++) {
-            // Behind the last one it asks for a row that nobody needs.
-            const float o = pair.row(*++row, in_block);
+            // Behind the last one it asks for a row that nobody needs: not the next one, which is on its way.
+            row = r + 1 < count ? row + 1 : rows + 2 * AHEAD;
+            const float o = pair.row(*row, in_block);
             if (pair.eighth < 2) *to = o;
             to += VALUE_HEADS * DV;
         }
