@@ -168,7 +168,7 @@ fn a_broken_kernel_is_named_by_the_self_test() {
         ("norm_rows_half", "four.z * factor * by.z", "four.z * factor * by.y"),
         ("norm_rows_both", "((device float4*)plain)[2 * i + j] =", "((device float4*)plain)[2 * i] ="),
         ("norm_heads_half", "half(gated[at] *", "half(gated[i] *"),
-        ("combine_half", "To(sum / total", "To(sum / 2.0f"),
+        ("combine_half", "To(sum / simd_sum(total)", "To(sum / simd_sum(2.0f * total)"),
         ("attend_tensor", "sum += share;", "sum += 2.0f * share;"),
     ] {
         assert!(text.contains(right), "{right}");
