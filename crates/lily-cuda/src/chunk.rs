@@ -111,13 +111,12 @@ impl Device {
         self.launch_with("chunk_q4", shape, &mut args)
     }
 
-    /// Whether the experts of so many rows are for these kernels.
-    pub(crate) fn chunk_of_experts(&self, w: &DeviceMoe, rows: u32) -> Option<Chunk> {
-        let q4 = w.gate_up.packing == Packing::Q4 && w.down.packing == Packing::Q4;
-        self.chunk.filter(|_| q4 && has_experts(&self.config, rows as usize))
+    /// What the device has for the experts of so many rows, if they are for these kernels and of 4 bits.
+    pub(crate) fn chunk_of_experts(&self, rows: u32) -> Option<Chunk> {
+        self.chunk.filter(|_| has_experts(&self.config, rows as usize))
     }
 
-    /// The products of all chosen experts of `rows` rows, which `route` has listed in pieces of [`PAIRS`].
+    /// The products of all chosen experts of `rows` rows, which are listed in pieces of [`PAIRS`].
     pub(crate) fn experts_of_chunk(&self, chunk: Chunk, w: &DeviceMoe, rows: u32) -> Result<(), DriverError> {
         let (b, m) = (&self.buffers, &self.config.moe);
         // `Experts` of the kernels.

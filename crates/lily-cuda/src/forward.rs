@@ -351,7 +351,8 @@ impl Device {
     ) -> Result<(), DriverError> {
         let (b, hidden, x) = (&self.buffers, self.hidden(), &self.buffers.x);
         let q4 = w.gate_up.packing == Packing::Q4 && w.down.packing == Packing::Q4;
-        let (chunk, group) = (self.chunk_of_experts(w, rows), self.group.filter(|_| q4));
+        let chunk = self.chunk_of_experts(rows).filter(|_| q4);
+        let group = self.group.filter(|_| q4);
         // The kernel of `group` lists those of few rows itself.
         let listed = chunk.is_some() || rows > group::listed(&self.config);
         let pairs = chunk.map(|_| chunk::PAIRS).or(group.map(|_| group::PAIRS)).unwrap_or(GROUP);
