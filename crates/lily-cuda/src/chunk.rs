@@ -119,15 +119,9 @@ impl Device {
     /// The products of all chosen experts of `rows` rows, which are listed in pieces of [`PAIRS`].
     pub(crate) fn experts_of_chunk(&self, chunk: Chunk, w: &DeviceMoe, rows: u32) -> Result<(), DriverError> {
         let (b, m) = (&self.buffers, &self.config.moe);
-        // `Experts` of the kernels.
-        let experts = [
-            w.gate_up.experts.address(),
-            w.gate_up.shared.address(),
-            w.down.experts.address(),
-            w.down.shared.address(),
-            b.work.address(),
-            b.counts.address(),
-            b.pairs.address(),
+        let experts = self.experts_and_lists(w);
+        // `Experts` of the kernels, behind what they begin with.
+        let others = [
             b.fragments.address(),
             b.units.address(),
             b.scale.address(),
@@ -151,7 +145,7 @@ impl Device {
             ("chunk_columns", gather, 0),
             ("chunk_down_q4", multiply, bytes[1]),
         ] {
-            self.launch_with(name, shape, Args::new().words(&experts).moves(bytes))?;
+            self.launch_with(name, shape, Args::new().words(&experts).words(&others).moves(bytes))?;
         }
         Ok(())
     }

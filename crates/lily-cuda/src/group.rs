@@ -67,6 +67,20 @@ impl Group {
 }
 
 impl Device {
+    /// Weights of a layer's experts, then the lists of pairs: what `Experts` of group.cu and of chunk.cu begin with.
+    pub(crate) fn experts_and_lists(&self, w: &DeviceMoe) -> [u64; 7] {
+        let b = &self.buffers;
+        [
+            w.gate_up.experts.address(),
+            w.gate_up.shared.address(),
+            w.down.experts.address(),
+            w.down.shared.address(),
+            b.work.address(),
+            b.counts.address(),
+            b.pairs.address(),
+        ]
+    }
+
     /// The products of all chosen experts of `rows` rows; of lists that `route` made, or of what `router_q8` has `chosen`.
     pub(crate) fn experts_by_copies(
         &self,
@@ -78,14 +92,7 @@ impl Device {
         let (b, m) = (&self.buffers, &self.config.moe);
         let mut args = Args::new();
         // `Experts` of the kernel.
-        args.words(&[
-            w.gate_up.experts.address(),
-            w.gate_up.shared.address(),
-            w.down.experts.address(),
-            w.down.shared.address(),
-            b.work.address(),
-            b.counts.address(),
-            b.pairs.address(),
+        args.words(&self.experts_and_lists(w)).words(&[
             if chosen { b.chosen.address() } else { 0 },
             u64::from(rows),
             b.fragments.address(),
